@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Neither needs a GPU.
+
+# The first Python on the path that is new enough.
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 python3.14 python3,\
+            $(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))
+VENV := .venv
+RUN := $(VENV)/bin/python
+SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc mok_jax -type f -not -name '*.pyc')
+
+.PHONY: demo test lint format build clean
+.DELETE_ON_ERROR:
+
+build: $(VENV)/.built
+
+# Packages first, then the extension against them: building in isolation would fetch jax a second time.
+$(VENV)/.packages: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "mok_jax needs Python >= 3.12 on the path"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' 'cmake>=3.24' ninja
+	$(VENV)/bin/pip install --quiet $$($(RUN) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['models'], *p['optional-dependencies']['dev'])")
+	touch $@
+
+$(VENV)/.built: $(VENV)/.packages $(SOURCES)
+	$(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+# Trains a small Mixture-of-Experts language model on real text; results are in runs/demo.
+demo: build
+	$(RUN) -m models.train $(ARGS)
+
+test: build
+	$(RUN) -m pytest $(ARGS)
+
+lint: build
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh')
+
+format: build
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh')
+
+clean:
+	rm -rf $(VENV) build dist runs

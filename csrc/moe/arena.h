@@ -1,0 +1,39 @@
+// The arena: the part of a rank's memory that its peers read and write. Same layout on every rank; byte offsets only,
+// since addresses differ.
+#pragma once
+
+#include "moe/shape.h"
+
+namespace mok {
+
+struct ArenaLayout {
+  int64_t x;             // [T, H], the source of dispatch
+  int64_t dy;            // [T, H], the source of reverse-combine
+  int64_t slots;         // [T * K, H], where rows come back: y rows in the forward, dx rows in the backward
+  int64_t weights;       // [T * K] f32, router weights
+  int64_t weight_grads;  // [T * K] f32, where their gradients come back
+  int64_t expert_ids;    // [T * K] int32, clean (see clean_expert_ids)
+  int64_t bytes;         // of the whole
+
+  static constexpr int64_t kAlignment = 1024;
+
+  // `item` is the size of an element of x in bytes.
+  MOK_FN ArenaLayout(const Shape& s, int64_t item) {
+    bytes = 0;
+    x = take(s.tokens * s.hidden * item);
+    dy = take(s.tokens * s.hidden * item);
+    slots = take(s.slots() * s.hidden * item);
+    weights = take(s.slots() * 4);
+    weight_grads = take(s.slots() * 4);
+    expert_ids = take(s.slots() * 4);
+  }
+
+ private:
+  MOK_FN int64_t take(int64_t size) {
+    const int64_t at = bytes;
+    bytes += round_up(size, kAlignment);
+    return at;
+  }
+};
+
+}  // namespace mok

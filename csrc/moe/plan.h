@@ -1,0 +1,80 @@
+// The plan: what a rank knows once its rows are counted. A few hundred integers from which every task of the call
+// follows; the task program reads nothing else.
+#pragma once
+
+#include "moe/ring.h"
+#include "moe/row_table.h"
+
+namespace mok {
+
+// How many tiles each matrix product of a row block (of an expert, for weight_grad) is divided into. Chosen by the
+// executor from (H, I, precision, architecture) only, never from rows or ranks: tiles decide the order of sums.
+struct TileCounts {
+  int32_t gate_up;      // of [kRowBlock, 2 I]: pre-activations and SwiGLU
+  int32_t down;         // of [kRowBlock, H]
+  int32_t hidden_grad;  // of [kRowBlock, I]: dy wo^T, and back through SwiGLU
+  int32_t row_grad;     // of [kRowBlock, H]: dgate wi_0^T + dup wi_1^T
+  int32_t weight_grad;  // of one expert's wi_0, wi_1 and wo together
+};
+
+struct Plan {
+  TileCounts tiles;
+  Save save;
+  int32_t rank, ranks;
+  int32_t experts;  // local ones
+  int32_t ring_blocks;
+  int32_t minibatch_blocks;
+  int32_t macrobatches;         // >= 1
+  int32_t token_blocks;         // reduce tasks
+  int32_t valid_slots;          // of this rank's tokens: the rows it must get back
+  const int32_t* expert_rows;   // [experts], rows without padding
+  const int32_t* expert_block;  // [experts + 1], first row block
+  const int32_t* macro_block;   // [macrobatches + 1], first row block
+
+  MOK_FN int32_t blocks() const { return expert_block[experts]; }
+  MOK_FN int32_t expert_of(int32_t block) const { return last_not_above(expert_block, experts + 1, block); }
+  MOK_FN int32_t macrobatch_of(int32_t block) const { return last_not_above(macro_block, macrobatches + 1, block); }
+  MOK_FN int32_t ring_block(int32_t block) const { return block % ring_blocks; }
+
+  // Rows of a block that are not padding.
+  MOK_FN int32_t real_rows(int32_t block) const {
+    const int32_t e = expert_of(block);
+    const int64_t before = int64_t{block - expert_block[e]} * kRowBlock;
+    return static_cast<int32_t>(smaller<int64_t>(kRowBlock, expert_rows[e] - before));
+  }
+
+  // Experts whose weight gradients belong to a macrobatch: [first_expert, end_expert). Those with rows in it, and
+  // the empty ones that lie between or at its begin (after the last row: in the last macrobatch).
+  MOK_FN int32_t first_expert(int32_t m) const {
+    if (m == 0) return 0;
+    const int32_t e = first_at_or_after(macro_block[m]);
+    return e > 0 && expert_block[e] > macro_block[m] ? e - 1 : e;
+  }
+  MOK_FN int32_t end_expert(int32_t m) const {
+    return m == macrobatches - 1 ? experts : first_at_or_after(macro_block[m + 1]);
+  }
+
+  // A piece is the part of an expert that lies in one macrobatch. Pairs (macrobatch, expert) grow together, so
+  // their sum numbers the pieces without gaps that matter.
+  MOK_FN int32_t piece(int32_t m, int32_t expert) const { return m + expert; }
+  MOK_FN int32_t pieces() const { return macrobatches + experts - 1; }
+  MOK_FN int32_t piece_of(int32_t block) const { return piece(macrobatch_of(block), expert_of(block)); }
+  MOK_FN int32_t piece_begin(int32_t m, int32_t expert) const { return larger(macro_block[m], expert_block[expert]); }
+  MOK_FN int32_t piece_end(int32_t m, int32_t expert) const {
+    return smaller(macro_block[m + 1], expert_block[expert + 1]);
+  }
+  MOK_FN int32_t piece_blocks(int32_t m, int32_t expert) const {
+    return larger(0, piece_end(m, expert) - piece_begin(m, expert));
+  }
+  MOK_FN bool begins_earlier(int32_t m, int32_t expert) const { return expert_block[expert] < macro_block[m]; }
+  MOK_FN bool ends_later(int32_t m, int32_t expert) const { return expert_block[expert + 1] > macro_block[m + 1]; }
+
+ private:
+  // First expert (or `experts`) whose first row block is at or after this one.
+  MOK_FN int32_t first_at_or_after(int32_t block) const {
+    if (block <= 0) return 0;
+    return last_not_above(expert_block, experts + 1, block - 1) + 1;
+  }
+};
+
+}  // namespace mok

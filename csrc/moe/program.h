@@ -1,0 +1,169 @@
+// The vocabulary of the task program: counters, tasks, and task lists that are pure functions from a ticket to a task.
+// forward.h and backward.h say which tasks there are; executors claim tickets in order, wait, run, signal.
+//
+// Rules that keep it free of deadlock (see the enumeration in the tests): every wait is counter >= target on a counter
+// that only grows within a call; a list is claimed in its order; a task whose waits are met always finishes.
+#pragma once
+
+#include "moe/plan.h"
+
+namespace mok {
+
+// Families of counters. Those of a row block or of a piece are written by this rank alone; `arrived` by every rank.
+enum class Counter : int32_t {
+  rows_pulled,        // of a block: pull tasks that have put its rows into the ring
+  grads_pulled,       // of a block: likewise dy, and the router weights
+  gate_up_done,       // of a block: tiles
+  hidden_grad_done,   // of a block: tiles
+  pushed,             // of a block: tiles of down (forward) or row_grad (backward), their rows pushed to the sources
+  piece_rows_pulled,  // of a piece: pull tasks
+  piece_hidden_grad,  // of a piece: tiles
+  piece_weight_grad,  // of a piece: tiles
+  arrived,            // of the rank: its slots that have come back, counted in rows
+};
+inline constexpr int32_t kBlockFamilies = 5;
+inline constexpr int32_t kPieceFamilies = 3;
+
+// Where each counter lives in one flat array of a rank.
+struct CounterMap {
+  int32_t blocks, pieces;
+
+  MOK_FN explicit CounterMap(const Plan& p) : blocks(p.blocks()), pieces(p.pieces()) {}
+  MOK_FN int32_t size() const { return kBlockFamilies * blocks + kPieceFamilies * pieces + 1; }
+  MOK_FN int32_t of(Counter family, int32_t index = 0) const {
+    const int32_t f = static_cast<int32_t>(family);
+    if (f < kBlockFamilies) return f * blocks + index;
+    return kBlockFamilies * blocks + (f - kBlockFamilies) * pieces + index;
+  }
+  MOK_FN int32_t arrived() const { return size() - 1; }
+};
+
+enum class Direction : int32_t { forward, backward };
+
+enum class TaskKind : int32_t {
+  pull_rows,
+  pull_grads,
+  notify,
+  gate_up,
+  down,
+  hidden_grad,
+  row_grad,
+  weight_grad,
+  reduce
+};
+
+struct Wait {
+  int32_t counter;
+  int32_t target;
+};
+
+struct Task {
+  TaskKind kind;
+  int32_t macrobatch;
+  int32_t block;   // row block; the piece's first one for weight_grad; token block for reduce
+  int32_t blocks;  // row blocks that it covers
+  int32_t expert;  // local; -1 for reduce
+  int32_t part;    // which tile or pull of the block or piece
+  int32_t wait_count, signal_count;
+  Wait waits[3];
+  int32_t signals[2];  // each grows by 1. notify instead adds the block's rows to `arrived` of their source ranks
+
+  MOK_FN void wait_for(int32_t counter, int32_t target) {
+    if (target > 0) waits[wait_count++] = {counter, target};
+  }
+  MOK_FN void signal(int32_t counter) { signals[signal_count++] = counter; }
+};
+
+// Consecutive tasks of one kind: for items [begin, end), row blocks or whatever the kind counts, `parts` tasks each.
+struct Segment {
+  TaskKind kind;
+  int32_t macrobatch;
+  int32_t begin, end;
+  int32_t parts;
+  int64_t first_ticket;
+
+  MOK_FN int64_t tasks() const { return int64_t{end - begin} * parts; }
+};
+
+MOK_FN Task task_in(const Segment& s) {
+  Task t;
+  t.kind = s.kind;
+  t.macrobatch = s.macrobatch;
+  t.block = t.part = t.wait_count = t.signal_count = 0;
+  t.blocks = 1;
+  t.expert = -1;
+  return t;
+}
+
+// Where a segment's tasks go: three orders, each from the offset in the segment to an item and its part.
+struct ItemPart {
+  int32_t item, part;
+};
+
+// Item outer, part inner; each rank begins elsewhere, so that not all ranks pull from one source at once.
+MOK_FN ItemPart rotated(const Segment& s, const Plan& p, int64_t offset) {
+  const int64_t start = s.tasks() * p.rank / p.ranks;
+  const int64_t turned = (offset + start) % s.tasks();
+  return {s.begin + static_cast<int32_t>(turned / s.parts), static_cast<int32_t>(turned % s.parts)};
+}
+
+MOK_FN ItemPart item_outer(const Segment& s, int64_t offset) {
+  return {s.begin + static_cast<int32_t>(offset / s.parts), static_cast<int32_t>(offset % s.parts)};
+}
+
+// Column tile outer, row block inner, one expert after the other: a tile of weights serves all blocks of its expert.
+MOK_FN ItemPart weights_outer(const Segment& s, const Plan& p, int64_t offset) {
+  const int32_t e = p.expert_of(s.begin + static_cast<int32_t>(offset / s.parts));
+  const int32_t begin = larger(s.begin, p.expert_block[e]);
+  const int32_t count = smaller(s.end, p.expert_block[e + 1]) - begin;
+  const int64_t rest = offset - int64_t{begin - s.begin} * s.parts;
+  return {begin + static_cast<int32_t>(rest % count), static_cast<int32_t>(rest / count)};
+}
+
+MOK_FN void place(Task& t, const Plan& p, ItemPart at) {
+  t.block = at.item;
+  t.part = at.part;
+  if (t.kind != TaskKind::reduce) t.expert = p.expert_of(at.item);
+}
+
+// Minibatches of a macrobatch, as [begin, end) row blocks.
+struct Range {
+  int32_t begin = 0, end = 0;
+  MOK_FN bool overlaps(int32_t other_begin, int32_t other_end) const { return begin < other_end && other_begin < end; }
+};
+MOK_FN int32_t minibatches(const Plan& p, int32_t m) {
+  return static_cast<int32_t>(ceil_div(p.macro_block[m + 1] - p.macro_block[m], p.minibatch_blocks));
+}
+MOK_FN Range minibatch(const Plan& p, int32_t m, int32_t index) {
+  const int32_t begin = p.macro_block[m] + index * p.minibatch_blocks;
+  return {begin, smaller(begin + p.minibatch_blocks, p.macro_block[m + 1])};
+}
+
+// A task list under construction: segments with their first tickets. The caller provides the memory.
+struct TaskList {
+  Segment* segments;
+  int32_t count = 0;
+  int64_t tasks = 0;
+
+  MOK_FN void add(TaskKind kind, int32_t m, Range items, int32_t parts) {
+    if (items.begin >= items.end || parts <= 0) return;
+    segments[count] = {kind, m, items.begin, items.end, parts, tasks};
+    tasks += segments[count++].tasks();
+  }
+  MOK_FN const Segment& segment_of(int64_t ticket) const {
+    int32_t low = 0, high = count;
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      (segments[middle].first_ticket <= ticket ? low : high) = middle;
+    }
+    return segments[low];
+  }
+};
+
+// Segments that any list of a direction can have: at most four a minibatch, one a macrobatch, one more.
+MOK_FN int64_t max_segments(const Shape& s) {
+  const int64_t macrobatches = max_macrobatches(s);
+  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + macrobatches + 1;
+}
+
+}  // namespace mok

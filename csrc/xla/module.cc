@@ -1,0 +1,51 @@
+// The Python extension: FFI entry points as capsules, and the shape rules of csrc/moe that Python needs while tracing.
+#include <nanobind/nanobind.h>
+
+#include "moe/shape.h"
+#include "xla/cpu_handlers.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class F>
+nb::capsule handler(F* function) {
+  return nb::capsule(reinterpret_cast<void*>(function), "xla._CUSTOM_CALL_TARGET");
+}
+
+mok::Shape shape(int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts, int64_t ring_rows) {
+  return {ranks, 0, tokens, top_k, 0, 0, local_experts, ring_rows, mok::kRowBlock};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("ROW_BLOCK") = mok::kRowBlock;
+  m.def("cpu_handlers", [] {
+    nb::dict handlers;
+    handlers["instantiate"] = handler(mok_cpu_instantiate);
+    handlers["forward"] = handler(mok_cpu_forward);
+    handlers["backward"] = handler(mok_cpu_backward);
+    return handlers;
+  });
+  m.def("call_site_type", [] {
+    nb::dict type;
+    type["type_id"] = nb::capsule(mok_call_site_type_id());
+    type["type_info"] = nb::capsule(mok_call_site_type_info());
+    return type;
+  });
+  m.def(
+      "max_rows",
+      [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts) {
+        return mok::max_rows(shape(ranks, tokens, top_k, local_experts, 0));
+      },
+      nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
+      "Rows, padding included, that can arrive at one rank at most.");
+  m.def(
+      "default_ring_rows",
+      [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts) {
+        return mok::default_ring_rows(shape(ranks, tokens, top_k, local_experts, 0));
+      },
+      nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
+      "Rows of the ring where the caller chooses none.");
+}

@@ -1,0 +1,54 @@
+"""Shape of the demonstration model. Frozen and hashable, so that a model can be made from it under ``jit``."""
+
+import dataclasses
+
+BYTE_VOCABULARY = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer over bytes with a Mixture-of-Experts layer in every block.
+
+    The defaults are what ``python -m models.train`` trains within minutes on two CPU cores.
+
+    Attributes:
+      num_layers: blocks of attention and experts.
+      hidden_size: ``H``; a multiple of ``num_heads``, two times over (rotary positions turn pairs).
+      num_heads: attention heads.
+      intermediate_size: ``I`` of one expert.
+      num_experts: ``E``.
+      num_experts_per_tok: ``K``.
+      score_function: of the router, ``"softmax"`` or ``"sigmoid"``.
+      aux_loss_coeff: factor of the load-balancing loss.
+      z_loss_coeff: factor of the router z-loss.
+      rope_base: wavelength, over 2 pi, of the slowest rotary pair.
+      tie_embeddings: use the embedding as the output matrix as well.
+
+    Raises:
+      ValueError: ``hidden_size`` is no multiple of ``2 * num_heads``.
+
+    Example:
+      >>> ModelConfig(num_layers=1).hidden_size
+      128
+    """
+
+    num_layers: int = 2
+    hidden_size: int = 128
+    num_heads: int = 4
+    intermediate_size: int = 128
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    score_function: str = "softmax"
+    aux_loss_coeff: float = 0.01
+    z_loss_coeff: float = 0.001
+    rope_base: float = 10_000.0
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        step = 2 * self.num_heads
+        if self.hidden_size < 1 or self.hidden_size % step:
+            nearest = max(1, round(self.hidden_size / step)) * step
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads ({step}); "
+                f"the nearest is {nearest}."
+            )

@@ -1,0 +1,155 @@
+"""A small decoder-only Mixture-of-Experts transformer over bytes, in Flax NNX.
+
+It exists to show :class:`mok_jax.nnx.MoE` inside an ordinary model: everything around the layer is plain JAX, with the
+batch split over all axes of the mesh and the rest of the weights on every device.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.config import BYTE_VOCABULARY, ModelConfig
+from mok_jax.nnx import MoE
+
+
+class ModelOutput(NamedTuple):
+    """Attributes:
+    logits: f32 ``[B, S, 256]``, for the byte after each position.
+    router_loss: f32 scalar; scaled load-balancing and z losses of all layers, to be added to the loss.
+    expert_load: int32 ``[layers, E]``; tokens that went to each expert.
+    """
+
+    logits: jax.Array
+    router_loss: jax.Array
+    expert_load: jax.Array
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions: ``[B, S, H] -> [B, S, H]``."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.num_heads = config.num_heads
+        self.rope_base = config.rope_base
+        hidden = config.hidden_size
+        self.qkv = nnx.Linear(hidden, 3 * hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(hidden, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, hidden = x.shape
+        heads = (batch, length, self.num_heads, hidden // self.num_heads)
+        q, k, v = (part.reshape(heads) for part in jnp.split(self.qkv(x), 3, axis=-1))
+        q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
+        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """Attention, then experts, each behind a norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, mesh: Mesh | None, implementation: str | None, rngs):
+        self.attention_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.moe_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
+        self.moe = MoE(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            score_function=config.score_function,
+            aux_loss_coeff=config.aux_loss_coeff,
+            z_loss_coeff=config.z_loss_coeff,
+            dtype=dtype,
+            mesh=mesh,
+            implementation=implementation,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: jax.Array, *, with_experts: bool):
+        x = x + self.attention(self.attention_norm(x))
+        moe = self.moe(self.moe_norm(x))
+        return (x + moe.output if with_experts else x), moe
+
+
+class Transformer(nnx.Module):
+    """The language model.
+
+    Example:
+      >>> model = Transformer(ModelConfig(num_layers=1), implementation="reference", rngs=nnx.Rngs(0))
+      >>> model(jnp.zeros((2, 16), jnp.int32)).logits.shape
+      (2, 16, 256)
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        mesh: Mesh | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the model; parameters are f32.
+
+        Args:
+          config: its shape.
+          dtype: of the activations, bf16 or f32.
+          mesh: the devices; batches are split over all its axes, experts over ``expert``. ``None`` for one device.
+          implementation: of the expert step, see :func:`mok_jax.moe`.
+          rngs: the key for the parameters.
+        """
+        self.mesh = mesh
+        self.dtype = dtype
+        self.tie_embeddings = config.tie_embeddings
+        self.embedding = nnx.Embed(BYTE_VOCABULARY, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(
+            Block(config, dtype=dtype, mesh=mesh, implementation=implementation, rngs=rngs)
+            for _ in range(config.num_layers)
+        )
+        self.norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
+        if not config.tie_embeddings:
+            self.head = nnx.Linear(config.hidden_size, BYTE_VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, *, with_experts: bool = True) -> ModelOutput:
+        """Predicts the next byte at every position.
+
+        Args:
+          tokens: int32 ``[B, S]``, bytes. With a mesh ``B`` is a multiple of its size.
+          with_experts: ``False`` leaves the experts' output out of the stream: what is lost then is what they learned.
+
+        Returns:
+          A :class:`ModelOutput`.
+        """
+        x = self._over_mesh(self.embedding(tokens))
+        router_loss, loads = jnp.zeros((), jnp.float32), []
+        for block in self.blocks:
+            x, moe = block(x, with_experts=with_experts)
+            x = self._over_mesh(x)
+            router_loss += moe.aux_loss + moe.z_loss
+            loads.append(moe.expert_load)
+        x = self.norm(x)
+        logits = self.embedding.attend(x) if self.tie_embeddings else self.head(x)
+        return ModelOutput(logits.astype(jnp.float32), router_loss, jnp.stack(loads))
+
+    def _over_mesh(self, x: jax.Array) -> jax.Array:
+        # Said here, not left to the partitioner: attention has no need of the expert axis, and without this hint
+        # it may well compute every sequence once for each rank of it.
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, batch_sharding(self.mesh))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The leading dimension split over all axes of ``mesh``."""
+    return NamedSharding(mesh, P(mesh.axis_names))
+
+
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotary positions (Su et al. 2021): turns pairs of ``x [B, S, heads, D]`` by angles that grow along ``S``."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

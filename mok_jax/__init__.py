@@ -1,0 +1,12 @@
+"""Mixture-of-Experts for JAX: dispatch, expert MLP and combine in one persistent kernel per direction.
+
+Importing this package starts no backend. The layer for Flax models is in ``mok_jax.nnx``, meshes in
+``mok_jax.sharding``, routing functions in ``mok_jax.routing``.
+"""
+
+from mok_jax.api import moe
+from mok_jax.config import MoKConfig
+from mok_jax.megakernel import remat_policy
+from mok_jax.stats import MoEStats
+
+__all__ = ["MoEStats", "MoKConfig", "moe", "remat_policy"]

@@ -1,0 +1,102 @@
+"""`moe`: the public function. Checks arguments while tracing, then hands over to one of three implementations.
+
+A call's way from here: ``megakernel.moe`` (the fused FFI call), ``xla.moe`` (XLA's own operations) or
+``reference.moe`` (the definition). All three mean the same.
+"""
+
+import functools
+import warnings
+from typing import Literal
+
+import jax
+
+from mok_jax import checks, megakernel, reference, xla
+from mok_jax.config import MoKConfig
+from mok_jax.stats import MoEStats
+
+Implementation = Literal["megakernel", "xla", "reference"]
+
+
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+    activation: str = "swiglu",
+    activation_limit: float | None = None,
+    config: MoKConfig = MoKConfig(),  # noqa: B008 (frozen)
+    implementation: Implementation | None = None,
+    return_stats: bool = False,
+) -> jax.Array | tuple[jax.Array, MoEStats]:
+    """Sends each token through its experts and sums what they return, weighted by the router.
+
+    ``y[t] = sum_k w[t, k] * (silu(x[t] @ wi_0[e]) * (x[t] @ wi_1[e])) @ wo[e]`` with ``e = expert_ids[t, k]``
+    (SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer"). Inside ``jax.shard_map`` all arrays are this rank's, and
+    the experts of the ranks of ``axis_name``, in their order, are one set of ``E = E_local * EP`` experts; no token is
+    ever dropped. Reverse-mode differentiable in ``x, expert_weights, wi_0, wi_1, wo``.
+
+    With ``shard_map(check_vma=False)`` and the gradient taken inside it, gradients of weights that are replicated over
+    other mesh axes are this rank's share: sum them over those axes. In all other cases JAX has done that.
+
+    Args:
+      x: ``[T, H]`` bfloat16 or float32 (``"reference"`` and ``"xla"``: any float dtype). Products are computed in it.
+      expert_ids: int32 ``[T, K]``, global expert ids; -1 is no expert. A token with any other id outside ``[0, E)`` is
+        bad: it is sent nowhere and its rows of ``y`` and of the gradients of ``x`` and ``expert_weights`` are NaN. An id
+        that occurs twice in a token counts twice.
+      expert_weights: float32 ``[T, K]``.
+      wi_0: ``[E_local, H, I]``, gate projection; float32 or ``x.dtype``. Rounded to ``x.dtype``; the gradient keeps
+        its own dtype.
+      wi_1: ``[E_local, H, I]``, up projection; as ``wi_0``.
+      wo: ``[E_local, I, H]``, down projection; as ``wi_0``.
+      axis_name: mesh axis of the expert-parallel group, or a tuple of axes, first major. None: one rank.
+      activation: ``"swiglu"``.
+      activation_limit: L > 0 clamps the gate from above to L and the up projection to ``[-L, L]``. None: no clamp.
+      config: schedule and memory of the megakernel; no effect on results.
+      implementation: ``"megakernel"``, ``"xla"``, ``"reference"``; None: the best that the default backend has.
+      return_stats: also return ``MoEStats``.
+
+    Returns:
+      ``y [T, H]`` in ``x.dtype``, or ``(y, MoEStats)``.
+
+    Raises:
+      TypeError, ValueError: an argument is illegal; the text names it, its value and the nearest legal one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.ones((4, 16)); wi = jnp.ones((2, 16, 8)); wo = jnp.ones((2, 8, 16))
+      >>> ids = jnp.zeros((4, 1), jnp.int32)
+      >>> moe(x, ids, jnp.ones((4, 1)), wi, wi, wo).shape
+      (4, 16)
+    """
+    checks.check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit)
+    implementation = choose_implementation(implementation)
+    operands = reference.vary_alike(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name=axis_name)
+    run = {
+        "megakernel": functools.partial(megakernel.moe, config=config),
+        "xla": xla.moe,
+        "reference": reference.moe,
+    }[implementation]
+    if implementation == "megakernel":
+        checks.check_megakernel(x, config)
+    y, stats = run(*operands, axis_name=axis_name, activation_limit=activation_limit)
+    return (y, stats) if return_stats else y
+
+
+def choose_implementation(implementation: Implementation | None) -> Implementation:
+    """What None means here; any other name is checked and returned."""
+    if implementation is not None:
+        checks.check_choice("implementation", implementation, ("megakernel", "xla", "reference"))
+        return implementation
+    if jax.default_backend() == "cpu":
+        return "megakernel"
+    _warn_once(f"mok_jax has no megakernel for {jax.default_backend()} yet; using implementation='xla'")
+    return "xla"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

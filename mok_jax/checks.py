@@ -1,0 +1,96 @@
+"""Refusals at trace time: each names the argument, its value and the nearest legal value or the remedy."""
+
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises unless ``value`` is one of ``choices``."""
+    if value in choices:
+        return
+    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
+    raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}; the nearest is {nearest!r}")
+
+
+def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit) -> None:
+    """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
+    check_choice("activation", activation, ("swiglu",))
+    if activation_limit is not None and not activation_limit > 0:
+        raise ValueError(f"activation_limit is {activation_limit!r}; it must be None or a positive number, such as 7.0")
+    for name, array, rank, letters in (
+        ("x", x, 2, "[T, H]"),
+        ("expert_ids", expert_ids, 2, "[T, K]"),
+        ("expert_weights", expert_weights, 2, "[T, K]"),
+        ("wi_0", wi_0, 3, "[E_local, H, I]"),
+        ("wi_1", wi_1, 3, "[E_local, H, I]"),
+        ("wo", wo, 3, "[E_local, I, H]"),
+    ):
+        if jnp.ndim(array) != rank:
+            raise ValueError(f"{name} has shape {jnp.shape(array)}; it must have {rank} dimensions, {letters}")
+    _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
+    _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
+    _check_top_k(expert_ids.shape[1], wi_0.shape[0], axis_name)
+
+
+def _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
+    if x.dtype == jnp.float16 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x has dtype {x.dtype}; it must be bfloat16 or float32: x.astype(jnp.bfloat16)")
+    if expert_ids.dtype != jnp.int32:
+        raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be int32: expert_ids.astype(jnp.int32)")
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if expert_weights.dtype not in (jnp.float32, wide):
+        raise TypeError(
+            f"expert_weights has dtype {expert_weights.dtype}; it must be float32: expert_weights.astype(jnp.float32)"
+        )
+    for name, weight in (("wi_0", wi_0), ("wi_1", wi_1), ("wo", wo)):
+        if weight.dtype not in (jnp.float32, jnp.bfloat16, wide):
+            raise TypeError(f"{name} has dtype {weight.dtype}; it must be {x.dtype} or float32: {name}.astype(x.dtype)")
+        if weight.dtype != wi_0.dtype:
+            raise TypeError(f"{name} has dtype {weight.dtype} and wi_0 has {wi_0.dtype}; all weights must have one dtype")
+
+
+def _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
+    (tokens, hidden), (experts, _, intermediate) = x.shape, wi_0.shape
+    for name, array, expected, why in (
+        ("expert_ids", expert_ids, (tokens, expert_ids.shape[1]), f"x has {tokens} tokens"),
+        ("expert_weights", expert_weights, expert_ids.shape, "that is the shape of expert_ids"),
+        ("wi_0", wi_0, (experts, hidden, intermediate), f"x has width {hidden}"),
+        ("wi_1", wi_1, wi_0.shape, "that is the shape of wi_0"),
+        ("wo", wo, (experts, intermediate, hidden), f"wi_0 has shape {wi_0.shape}"),
+    ):
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}; it must have shape {expected}, since {why}")
+    for name, argument, size in (
+        ("T", "x", tokens),
+        ("H", "x", hidden),
+        ("K", "expert_ids", expert_ids.shape[1]),
+        ("E_local", "wi_0", experts),
+        ("I", "wi_0", intermediate),
+    ):
+        if size < 1:
+            raise ValueError(f"{name}, of {argument}, is {size}; the nearest legal value is 1")
+
+
+def _check_top_k(top_k: int, local_experts: int, axis_name) -> None:
+    experts = local_experts * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+    if top_k > experts:
+        raise ValueError(f"expert_ids has K = {top_k} experts per token of {experts}; the nearest legal K is {experts}")
+
+
+def check_megakernel(x, config) -> None:
+    """Checks what the fused implementation alone demands."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise TypeError(
+            f'x has dtype {x.dtype}; implementation="megakernel" takes float32 or bfloat16: x.astype(jnp.float32), or '
+            'implementation="reference"'
+        )
+    if not hasattr(config, "ring_rows"):
+        raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig")
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        raise ValueError(
+            f"jax.process_count() is {jax.process_count()}; on CPUs implementation=\"megakernel\" runs in one process: "
+            'use one process with more virtual devices, or implementation="xla"'
+        )

@@ -1,0 +1,50 @@
+"""The compiled extension: found when first needed, so that the other implementations work where it was not built."""
+
+import functools
+import threading
+from types import ModuleType
+
+import jax.ffi
+
+from mok_jax.config import ROW_BLOCK
+
+__all__ = ["ROW_BLOCK", "library", "register_cpu_targets"]
+
+_registration = threading.Lock()
+
+
+@functools.cache
+def library() -> ModuleType:
+    """The extension module.
+
+    Raises:
+      ImportError: it was not built; the text says how to build it.
+    """
+    try:
+        from mok_jax import _native
+    except ImportError as error:
+        raise ImportError(
+            'implementation="megakernel" needs the compiled extension mok_jax._native, which cannot be imported '
+            f"({error}). Build it with `make build` or `pip install .`; "
+            'or use implementation="xla", which needs none'
+        ) from error
+    return _native
+
+
+def register_cpu_targets() -> None:
+    """Registers the FFI calls for CPUs, once.
+
+    Called while lowering for a CPU: a stateful target that is registered before the CPU backend exists would make that
+    backend fail to start.
+    """
+    with _registration:
+        _register_cpu_targets()
+
+
+@functools.cache
+def _register_cpu_targets() -> None:
+    handlers = library().cpu_handlers()
+    jax.ffi.register_ffi_type("mok_call_site", library().call_site_type(), platform="cpu")
+    for name in ("forward", "backward"):
+        stages = {"instantiate": handlers["instantiate"], "execute": handlers[name]}
+        jax.ffi.register_ffi_target(f"mok_{name}", stages, platform="cpu")

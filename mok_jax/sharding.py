@@ -1,0 +1,117 @@
+"""Meshes for expert parallelism: where the ``expert`` and ``data`` axes go, and which weights lie along them.
+
+An expert-parallel group must stay inside one NVLink domain (a host, or a rack of 72), because its ranks read and write
+each other's memory. :func:`make_mesh` puts the ``expert`` axis there and ``data`` around it; any other mesh with such
+an axis works as well. What is not here: moving arrays. That is what JAX does with the shardings.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+DATA_AXIS = "data"
+EXPERT_AXIS = "expert"
+
+# GB200 and GB300 NVL72. A run with fewer devices is one domain.
+_LARGEST_DOMAIN = 72
+
+
+def make_mesh(
+    *,
+    expert_parallelism: int | None = None,
+    domain_size: int = _LARGEST_DOMAIN,
+    devices: Sequence[jax.Device] | None = None,
+    allow_idle: bool = False,
+) -> Mesh:
+    """Makes a ``("data", "expert")`` mesh whose expert groups each lie inside one NVLink domain.
+
+    Domains are runs of ``domain_size`` consecutive devices, the last one possibly shorter. Each is cut into groups of
+    ``expert_parallelism`` consecutive devices.
+
+    Args:
+      expert_parallelism: devices that share one copy of the experts; ``None`` takes a whole domain.
+      domain_size: devices in one NVLink domain.
+      devices: the devices in domain order; ``None`` means ``jax.devices()``, which starts the backend.
+      allow_idle: leave out devices at the end of a domain that do not fill a group (64 of 72, say), instead of raising.
+
+    Returns:
+      A :class:`jax.sharding.Mesh` of shape ``[groups, expert_parallelism]`` with automatic axes.
+
+    Raises:
+      ValueError: a number is below 1, a group is larger than a domain, or devices would be idle without ``allow_idle``.
+
+    Example:
+      >>> mesh = make_mesh(expert_parallelism=1, devices=jax.devices()[:1])
+      >>> mesh.axis_names, mesh.devices.shape
+      (('data', 'expert'), (1, 1))
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError("devices=[] must hold at least 1 device.")
+    if domain_size < 1:
+        raise ValueError(f"domain_size={domain_size} must be at least 1; the nearest is 1.")
+    domain_size = min(domain_size, len(devices))
+    expert_parallelism = domain_size if expert_parallelism is None else expert_parallelism
+    if not 1 <= expert_parallelism <= domain_size:
+        raise ValueError(
+            f"expert_parallelism={expert_parallelism} must be from 1 to the {domain_size} devices of one domain; "
+            f"the nearest is {min(max(expert_parallelism, 1), domain_size)}."
+        )
+    domains = [devices[start : start + domain_size] for start in range(0, len(devices), domain_size)]
+    if not allow_idle:
+        _check_no_idle(expert_parallelism, domains)
+    groups = [group for domain in domains for group in _groups(domain, expert_parallelism)]
+    return Mesh(np.array(groups), (DATA_AXIS, EXPERT_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def logical_axis_rules(
+    mesh: Mesh, expert_axis: str | tuple[str, ...] = EXPERT_AXIS
+) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+    """Rules from the logical axes of the layers' parameters (``exp``, ``embed``, ``mlp``) to axes of ``mesh``.
+
+    Experts are split over ``expert_axis``; hidden and intermediate dimensions are whole on every device.
+
+    Args:
+      mesh: any mesh with ``expert_axis``.
+      expert_axis: the mesh axis, or axes, that the experts are split over.
+
+    Returns:
+      Pairs for ``flax.core.spmd.logical_axis_rules`` or a parameter's ``sharding_rules``.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+
+    Example:
+      >>> logical_axis_rules(make_mesh(devices=jax.devices()[:1]))
+      (('exp', 'expert'), ('embed', None), ('mlp', None))
+    """
+    axis_size(mesh, expert_axis)
+    return (("exp", expert_axis), ("embed", None), ("mlp", None))
+
+
+def axis_size(mesh: Mesh, expert_axis: str | tuple[str, ...]) -> int:
+    """The size of a mesh axis, or of several together; raises ValueError for one that ``mesh`` does not have."""
+    size = 1
+    for name in (expert_axis,) if isinstance(expert_axis, str) else expert_axis:
+        if name not in mesh.shape:
+            raise ValueError(f"expert_axis={expert_axis!r} is not in the mesh; its axes are {mesh.axis_names}.")
+        size *= mesh.shape[name]
+    return size
+
+
+def _groups(domain: list[jax.Device], size: int) -> list[list[jax.Device]]:
+    return [domain[start : start + size] for start in range(0, len(domain) - size + 1, size)]
+
+
+def _check_no_idle(expert_parallelism: int, domains: list[list[jax.Device]]) -> None:
+    sizes = sorted({len(domain) for domain in domains})
+    if all(size % expert_parallelism == 0 for size in sizes):
+        return
+    legal = [n for n in range(1, sizes[0] + 1) if all(size % n == 0 for size in sizes)]
+    nearest = min(legal, key=lambda n: (abs(n - expert_parallelism), -n))
+    raise ValueError(
+        f"expert_parallelism={expert_parallelism} would leave devices idle in a domain of "
+        f"{' or '.join(map(str, sizes))}; the nearest that does not is {nearest} (or pass allow_idle=True)."
+    )

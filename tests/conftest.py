@@ -1,0 +1,55 @@
+"""What all tests need before they start: virtual devices, the `gpu` marker, and a guard against hanging.
+
+Tests run on the CPU unless `JAX_PLATFORMS` names a GPU (`JAX_PLATFORMS=cuda,cpu pytest`). XLA's persistent compilation
+cache stays off: a test must not pass because of what an earlier run has left behind.
+"""
+
+import faulthandler
+import os
+
+import jax
+import pytest
+
+RACK_SIZE = 72
+HANG_LIMIT_S = 300
+
+GPU_IS_REQUESTED = any(name in os.environ.get("JAX_PLATFORMS", "") for name in ("cuda", "gpu"))
+
+# Both must be set before the first backend exists, hence here and not in a fixture. The CPU tests run beside a GPU too.
+jax.config.update("jax_platforms", "cuda,cpu" if GPU_IS_REQUESTED else "cpu")
+jax.config.update("jax_num_cpu_devices", RACK_SIZE)
+
+_real_stderr = pytest.StashKey()
+_gpu_tests_left_out = pytest.StashKey()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU; left out, and counted at the end, where there is none.")
+    config.stash[_gpu_tests_left_out] = 0
+    # Capturing replaces file descriptor 2 while tests run; the guard must write to the one that a person sees.
+    config.stash[_real_stderr] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_collection_modifyitems(config, items):
+    if GPU_IS_REQUESTED and jax.devices("gpu"):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu"))
+            config.stash[_gpu_tests_left_out] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends the process with every thread's stack if a test hangs: that is inside XLA, where no exception helps."""
+    faulthandler.dump_traceback_later(HANG_LIMIT_S, exit=True, file=item.config.stash[_real_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    left_out = config.stash[_gpu_tests_left_out]
+    if left_out:
+        terminalreporter.write_line(f"{left_out} tests need a GPU and were not run", yellow=True)

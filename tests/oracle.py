@@ -1,0 +1,93 @@
+"""The layer and its gradients in float64 NumPy, on global arrays, with the derivatives written out by hand.
+
+Independent of JAX, of automatic differentiation and of everything in ``mok_jax``: an error shared by all
+implementations still shows against it. Ranks do not exist here.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Outputs(NamedTuple):
+    """What one step of the layer computes, as global arrays: ``y [N, H]`` and the gradients of ``sum(y * dy)``."""
+
+    y: np.ndarray
+    dx: np.ndarray
+    d_expert_weights: np.ndarray
+    d_wi_0: np.ndarray
+    d_wi_1: np.ndarray
+    d_wo: np.ndarray
+
+
+def forward_backward(x, ids, weights, wi_0, wi_1, wo, dy, activation_limit=None) -> Outputs:
+    """All six outputs in float64.
+
+    Args:
+      x: ``[N, H]`` tokens.
+      ids: int ``[N, K]``; -1 selects nothing, any other id outside ``[0, E)`` makes its token bad.
+      weights: ``[N, K]`` router weights.
+      wi_0: ``[E, H, I]``; ``wi_1`` likewise, ``wo [E, I, H]``.
+      dy: ``[N, H]`` cotangent of ``y``.
+      activation_limit: clamp of the gate (above) and of the up projection (both sides), or None.
+    """
+    x, weights, wi_0, wi_1, wo, dy = (np.asarray(a, np.float64) for a in (x, weights, wi_0, wi_1, wo, dy))
+    ids = np.asarray(ids)
+    bad = ((ids < -1) | (ids >= wi_0.shape[0])).any(axis=1)
+    ids = np.where(bad[:, None], -1, ids)
+    out = Outputs(*(np.zeros_like(a) for a in (x, x, weights, wi_0, wi_1, wo)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for expert in range(wi_0.shape[0]):
+            # One row per (token, k) pair: a token that names the expert twice has two rows.
+            token, k = np.nonzero(ids == expert)
+            _add_expert(out, expert, token, k, x, weights, wi_0[expert], wi_1[expert], wo[expert], dy, activation_limit)
+    for per_token in (out.y, out.dx, out.d_expert_weights):
+        per_token[bad] = np.nan
+    return out
+
+
+def _add_expert(out, expert, token, k, x, weights, wi_0, wi_1, wo, dy, limit):
+    """Adds to ``out`` the part of one expert, whose rows are the pairs ``(token[r], k[r])``."""
+    rows, weight, d_rows = x[token], weights[token, k][:, None], dy[token]
+    raw_gate, raw_up = rows @ wi_0, rows @ wi_1
+    gate, up = _clamp(raw_gate, raw_up, limit)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    silu = gate * sigmoid
+    hidden = silu * up
+    down = hidden @ wo
+    np.add.at(out.y, token, weight * down)
+
+    out.d_expert_weights[token, k] = (d_rows * down).sum(axis=1)
+    d_down = weight * d_rows
+    d_hidden = d_down @ wo.T
+    d_gate = d_hidden * up * sigmoid * (1 + gate * (1 - sigmoid))
+    d_up = d_hidden * silu
+    if limit is not None:
+        d_gate = np.where(raw_gate > limit, 0, d_gate)
+        d_up = np.where(np.abs(raw_up) > limit, 0, d_up)
+    np.add.at(out.dx, token, d_gate @ wi_0.T + d_up @ wi_1.T)
+    out.d_wi_0[expert] = rows.T @ d_gate
+    out.d_wi_1[expert] = rows.T @ d_up
+    out.d_wo[expert] = hidden.T @ d_down
+
+
+def _clamp(gate, up, limit):
+    return (gate, up) if limit is None else (np.minimum(gate, limit), np.clip(up, -limit, limit))
+
+
+def relative_l2(actual, expected) -> float:
+    """``|actual - expected| / |expected|`` over all elements, in float64; inf where the two cannot be compared.
+
+    NaNs must be at the same places, which are then left out; infinities must be equal and are left out likewise. If
+    everything expected is zero, anything but exact zeros is infinitely wrong.
+    """
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape:
+        return np.inf
+    finite = np.isfinite(expected)
+    if not np.array_equal(actual[~finite], expected[~finite], equal_nan=True) or not np.isfinite(actual[finite]).all():
+        return np.inf
+    error, scale = np.linalg.norm(actual[finite] - expected[finite]), np.linalg.norm(expected[finite])
+    if scale == 0:
+        return 0.0 if error == 0 else np.inf
+    return float(error / scale)

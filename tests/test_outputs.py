@@ -1,0 +1,177 @@
+"""Every output and gradient of every implementation against the float64 oracle, over the inputs of `cases`.
+
+The megakernel gets the whole table. The two implementations made of XLA operations compile slowly and share most of
+their code between shapes, so a handful of cases covers them.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from cases import CASES, by_name, make
+from oracle import Outputs, forward_backward, relative_l2
+from runner import run, run_stats
+
+from mok_jax.config import SAVE_POLICIES, MoKConfig
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
+IMPLEMENTATIONS = ("megakernel", "xla", "reference")
+
+UNFUSED = (
+    ("uniform", "bfloat16", 4),
+    ("zipf", "float32", 2),
+    ("one_expert", "float32", 2),
+    ("one_rank", "float32", 8),
+    ("some_absent", "float32", 2),
+    ("all_absent", "bfloat16", 2),
+    ("duplicates", "float32", 4),
+    ("empty_experts", "bfloat16", 1),
+    ("bad_ids", "float32", 2),
+    ("zero_weights", "float32", 1),
+    ("five_tokens", "float32", 4),
+    ("rack", "float32", 72),
+)
+MEGAKERNEL = (
+    *((case.name, "float32", ep) for case in CASES for ep in (1, 2, 4, 8)),
+    *((case.name, "bfloat16", 2) for case in CASES),
+    ("rack", "float32", 72),
+    ("rack", "bfloat16", 72),
+)
+ALL = (
+    *(("megakernel", *row) for row in MEGAKERNEL),
+    *((name, *row) for name in ("xla", "reference") for row in UNFUSED),
+)
+
+
+def check(inputs, ep, tolerance, *, activation_limit=None, **options):
+    """Runs the layer, and compares each output and its dtype with what it has to be."""
+    actual = run(inputs, ep, activation_limit=activation_limit, **options)
+    expected = forward_backward(*inputs.for_oracle(), activation_limit=activation_limit)
+    errors = Outputs(*map(relative_l2, actual, expected))
+    assert max(errors) <= tolerance, errors
+    like = (inputs.x, inputs.x, inputs.expert_weights, inputs.wi_0, inputs.wi_1, inputs.wo)
+    assert [a.dtype for a in actual] == [a.dtype for a in like]
+
+
+@pytest.mark.parametrize(("implementation", "case", "dtype", "ep"), ALL)
+def test_case(implementation, case, dtype, ep):
+    check(make(by_name(case), dtype), ep, TOLERANCE[dtype], implementation=implementation)
+
+
+@pytest.mark.parametrize("ep", (1, 2))
+def test_reference_in_float64(ep):
+    """Nothing in the definition is narrower than its inputs."""
+    check(make(by_name("uniform"), "float64"), ep, TOLERANCE["float64"], implementation="reference")
+
+
+@pytest.mark.parametrize("ep", (1, 4))
+@pytest.mark.parametrize("save", SAVE_POLICIES)
+@pytest.mark.parametrize(("case", "ring_rows"), (("wide", 128), ("wide", 256), ("duplicates", 128), ("bad_ids", 128)))
+def test_small_ring(case, ring_rows, save, ep):
+    """Several macrobatches, so that experts straddle them and the backward replays most of the forward."""
+    config = MoKConfig(ring_rows=ring_rows, minibatch_rows=128, save=save)
+    check(make(by_name(case), "float32"), ep, TOLERANCE["float32"], implementation="megakernel", config=config)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("save", SAVE_POLICIES)
+def test_small_ring_with_activation_limit(save, dtype):
+    """The clamp's gradient is right where pre-activations are recomputed, and rounded like saved ones."""
+    config = MoKConfig(ring_rows=128, minibatch_rows=128, save=save)
+    inputs = make(by_name("zipf"), dtype)
+    check(inputs, 2, _clamped_tolerance(dtype), implementation="megakernel", config=config, activation_limit=0.75)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_activation_limit(implementation):
+    inputs = make(by_name("zipf"), "float32")
+    check(inputs, 2, TOLERANCE["float32"], implementation=implementation, activation_limit=0.75)
+
+
+def _clamped_tolerance(dtype):
+    """A pre-activation that rounding carries over the limit gains or loses its whole gradient."""
+    return {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_master_weights(implementation):
+    """float32 weights under bfloat16 tokens; `check` demands a float32 gradient of them."""
+    inputs = make(by_name("uniform"), "bfloat16", weight_dtype="float32")
+    check(inputs, 2, TOLERANCE["bfloat16"], implementation=implementation)
+
+
+AXES, CHECK_VMA, GRAD = ("expert", ("outer", "inner")), (True, False), ("outside", "inside")
+WAYS = (
+    *(("megakernel", *way) for way in itertools.product(AXES, CHECK_VMA, GRAD)),
+    # Every pair of options once: these are slow to compile, and nothing in them depends on three options at a time.
+    *((name, AXES[i], CHECK_VMA[j], GRAD[i ^ j]) for name in ("xla", "reference") for i in (0, 1) for j in (0, 1)),
+)
+
+
+@pytest.mark.parametrize(("implementation", "axis", "check_vma", "grad"), WAYS)
+def test_ways_to_differentiate(implementation, axis, check_vma, grad):
+    """In and outside `shard_map`, with and without its types, over one axis and two: the same gradients."""
+    inputs = make(by_name("five_tokens"), "float32")
+    options = dict(axis=axis, check_vma=check_vma, grad=grad)
+    check(inputs, 4, TOLERANCE["float32"], implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("grad", GRAD)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_replicated_weights(implementation, grad):
+    """Weights shared by two groups of ranks with their own tokens: the gradient is the sum over both groups."""
+    inputs = make(by_name("five_tokens"), "float32")
+    check(inputs, 2, TOLERANCE["float32"], implementation=implementation, replicas=2, grad=grad)
+
+
+@pytest.mark.parametrize("poisoned", ("x", "expert_weights", "dy"))
+@pytest.mark.parametrize("value", (np.inf, np.nan))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_non_finite_values_stay_where_they_are(implementation, value, poisoned):
+    """One token with a non-finite value: other tokens, and experts it does not use, are as if it were not there."""
+    inputs = make(by_name("zipf"), "float32")
+    token = 7
+    clean = inputs._replace(expert_ids=inputs.expert_ids.copy())
+    clean.expert_ids[token] = -1
+    expected = forward_backward(*clean.for_oracle())
+    dirty = getattr(inputs, poisoned).copy()
+    dirty[token, 0] = value
+    actual = run(inputs._replace(**{poisoned: dirty}), 2, implementation=implementation)
+
+    others = np.arange(len(inputs.x)) != token
+    unused = np.setdiff1d(np.arange(len(inputs.wi_0)), inputs.expert_ids[token])
+    kept = Outputs(others, others, others, unused, unused, unused)
+    errors = Outputs(*(relative_l2(a[k], e[k]) for a, e, k in zip(actual, expected, kept, strict=True)))
+    assert max(errors) <= TOLERANCE["float32"], errors
+    assert not np.isfinite(actual.d_wo[inputs.expert_ids[token]]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_without_expert_are_not_looked_at(implementation):
+    """Whatever stands in a token or a router weight that has no expert, its outputs and gradients are exactly zero."""
+    inputs = make(by_name("some_absent"), "float32")
+    absent = inputs.expert_ids < 0
+    lonely = absent.all(axis=1)
+    inputs.expert_weights[absent] = np.nan
+    inputs.x[lonely], inputs.dy[lonely] = np.inf, np.nan
+    actual = run(inputs, 2, implementation=implementation)
+    assert not actual.y[lonely].any()
+    assert not actual.dx[lonely].any()
+    assert not actual.d_expert_weights[absent].any()
+    assert all(np.isfinite(output).all() for output in actual)
+
+
+@pytest.mark.parametrize("ep", (1, 4))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_stats(implementation, ep):
+    inputs = make(by_name("bad_ids"), "float32")
+    case = by_name("bad_ids")
+    stats = run_stats(inputs, ep, implementation=implementation)
+    bad = ((inputs.expert_ids < -1) | (inputs.expert_ids >= case.E)).any(axis=1)
+    used = inputs.expert_ids[~bad]
+    per_expert = np.bincount(used[used >= 0], minlength=case.E)
+    np.testing.assert_array_equal(stats.rows_per_expert, per_expert)
+    np.testing.assert_array_equal(stats.rows, per_expert.reshape(ep, -1).sum(axis=1))
+    of_rank = np.array_split(np.pad(bad, (0, -len(bad) % ep)), ep)
+    np.testing.assert_array_equal(stats.bad_tokens, [part.sum() for part in of_rank])
+    assert {array.dtype for array in stats} == {np.dtype(np.int32)}

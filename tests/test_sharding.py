@@ -1,0 +1,69 @@
+"""Meshes: expert groups inside domains, nothing idle by accident, errors that say what would work."""
+
+import jax
+import numpy as np
+import pytest
+
+from mok_jax.sharding import logical_axis_rules, make_mesh
+
+
+@pytest.fixture
+def devices():
+    return jax.devices("cpu")
+
+
+def positions(mesh, devices):
+    """The mesh as indices into ``devices``."""
+    return np.vectorize(devices.index)(mesh.devices)
+
+
+def test_expert_groups_are_consecutive_devices(devices):
+    mesh = make_mesh(expert_parallelism=4, devices=devices[:8])
+    assert mesh.axis_names == ("data", "expert")
+    assert mesh.are_all_axes_auto
+    np.testing.assert_array_equal(positions(mesh, devices), np.arange(8).reshape(2, 4))
+
+
+def test_default_is_a_whole_domain(devices):
+    assert make_mesh(devices=devices[:6]).devices.shape == (1, 6)
+    assert make_mesh(devices=devices[:6], domain_size=3).devices.shape == (2, 3)
+
+
+def test_groups_stay_inside_domains(devices):
+    mesh = make_mesh(expert_parallelism=4, domain_size=6, devices=devices[:12], allow_idle=True)
+    np.testing.assert_array_equal(positions(mesh, devices), [[0, 1, 2, 3], [6, 7, 8, 9]])
+
+
+def test_a_short_last_domain_is_used(devices):
+    mesh = make_mesh(expert_parallelism=2, domain_size=4, devices=devices[:6])
+    np.testing.assert_array_equal(positions(mesh, devices), [[0, 1], [2, 3], [4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"expert_parallelism": 5}, r"expert_parallelism=5 would leave devices idle in a domain of 8; .* is 4"),
+        ({"expert_parallelism": 7}, r"expert_parallelism=7 .* is 8"),
+        ({"expert_parallelism": 9}, r"expert_parallelism=9 must be from 1 to the 8 devices .* nearest is 8"),
+        ({"expert_parallelism": 0}, r"expert_parallelism=0 .* nearest is 1"),
+        ({"expert_parallelism": 8, "domain_size": 4}, r"expert_parallelism=8 .* 4 devices .* nearest is 4"),
+        ({"expert_parallelism": 3, "domain_size": 6}, r"expert_parallelism=3 .* domain of 2 or 6; .* is 2"),
+        ({"domain_size": 0}, r"domain_size=0 .* nearest is 1"),
+    ],
+)
+def test_errors_name_argument_value_and_nearest(devices, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        make_mesh(devices=devices[:8], **arguments)
+
+
+def test_no_devices():
+    with pytest.raises(ValueError, match=r"devices=\[\]"):
+        make_mesh(devices=[])
+
+
+def test_logical_axis_rules(devices):
+    mesh = make_mesh(expert_parallelism=4, devices=devices[:8])
+    assert logical_axis_rules(mesh) == (("exp", "expert"), ("embed", None), ("mlp", None))
+    assert logical_axis_rules(mesh, ("data", "expert"))[0] == ("exp", ("data", "expert"))
+    with pytest.raises(ValueError, match=r"expert_axis='model' is not in the mesh; its axes are \('data', 'expert'\)"):
+        logical_axis_rules(mesh, "model")
