@@ -25,7 +25,7 @@ class ModelConfig:
       tie_embeddings: use the embedding as the output matrix as well.
 
     Raises:
-      ValueError: ``hidden_size`` is no multiple of ``2 * num_heads``.
+      ValueError: ``num_layers`` or ``num_heads`` is below 1, or ``hidden_size`` no multiple of ``2 * num_heads``.
 
     Example:
       >>> ModelConfig(num_layers=1).hidden_size
@@ -45,6 +45,9 @@ class ModelConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; the nearest is 1.")
         step = 2 * self.num_heads
         if self.hidden_size < 1 or self.hidden_size % step:
             nearest = max(1, round(self.hidden_size / step)) * step

@@ -76,7 +76,7 @@ def random_crops(text: np.ndarray, batch_size: int, length: int, seed: int) -> I
     Raises:
       ValueError: the text is shorter than one crop.
     """
-    _check_long_enough(text, length)
+    check_long_enough(text, length)
     generator = np.random.default_rng(seed)
     while True:
         starts = generator.integers(0, text.size - length + 1, size=batch_size)
@@ -89,10 +89,16 @@ def spread_crops(text: np.ndarray, batch_size: int, length: int, batches: int) -
     Raises:
       ValueError: the text is shorter than one crop.
     """
-    _check_long_enough(text, length)
+    check_long_enough(text, length)
     starts = np.linspace(0, text.size - length, num=batch_size * batches, dtype=np.int64)
     for batch in starts.reshape(batches, batch_size):
         yield text[batch[:, None] + np.arange(length)].astype(np.int32)
+
+
+def check_long_enough(text: np.ndarray, length: int) -> None:
+    """Raises ValueError unless a crop of ``length`` bytes can be cut from ``text``."""
+    if text.size < length:
+        raise ValueError(f"the text has {text.size} bytes; a crop takes {length}. Use more text or shorter sequences.")
 
 
 def _read_folder(root: Path, pattern: str) -> list[bytes]:
@@ -115,8 +121,3 @@ def _is_text(text: bytes) -> bool:
 
 def _as_array(texts: list[bytes]) -> np.ndarray:
     return np.frombuffer(b"\n".join(texts), dtype=np.uint8)
-
-
-def _check_long_enough(text: np.ndarray, length: int) -> None:
-    if text.size < length:
-        raise ValueError(f"the text has {text.size} bytes; a crop takes {length}. Use more text or shorter sequences.")

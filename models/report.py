@@ -12,6 +12,7 @@ import numpy as np
 
 LOSS_PICTURE = "loss.png"
 LOAD_PICTURE = "expert_load.png"
+PICTURES = (LOSS_PICTURE, LOAD_PICTURE)
 
 
 def read_metrics(path: Path) -> tuple[list[dict], dict]:

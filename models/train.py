@@ -37,6 +37,7 @@ from mok_jax.sharding import make_mesh
 MODEL_FIELDS = dataclasses.fields(ModelConfig)
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLE_FILE = "sample.txt"
 
 _VIRTUAL_CPU_DEVICES = 8
 _CPU_EXPERT_PARALLELISM = 4
@@ -53,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m models.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=Path, help="text file or folder (default: the Python standard library)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write into (%(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="(%(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences a step (%(default)s)")
     parser.add_argument("--sequence-length", type=int, default=128, help="bytes (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (%(default)s)")
@@ -242,7 +243,9 @@ def evaluate(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array], *, w
     return float(np.mean([float(loss(state, crop)) for crop in crops]))
 
 
-def generate(graph: nnx.GraphDef, state: nnx.State, prompt: bytes, length: int, window: int, mesh: Mesh, seed: int):
+def generate(
+    graph: nnx.GraphDef, state: nnx.State, prompt: bytes, length: int, window: int, mesh: Mesh, seed: int
+) -> bytes:
     """Continues ``prompt`` by ``length`` bytes and returns the new ones; the model sees the last ``window`` bytes."""
 
     @jax.jit
@@ -264,13 +267,18 @@ def generate(graph: nnx.GraphDef, state: nnx.State, prompt: bytes, length: int, 
 class Setup(NamedTuple):
     """What a run needs that the command line may have got wrong."""
 
-    config: ModelConfig
     corpus: data.Corpus
     mesh: Mesh
+    dtype: jnp.dtype
+    model: Transformer
 
 
 def set_up(args: argparse.Namespace) -> Setup:
-    """Checks the arguments against text and devices; raises ValueError or FileNotFoundError if they do not fit."""
+    """Reads the text, starts the devices, makes the model.
+
+    Raises:
+      ValueError, FileNotFoundError: the arguments do not fit each other, the text or the devices.
+    """
     config = ModelConfig(**{field.name: getattr(args, field.name) for field in MODEL_FIELDS})
     corpus = data.load_corpus(args.data)
     mesh = start_devices(args.expert_parallelism, config.num_experts)
@@ -280,22 +288,20 @@ def set_up(args: argparse.Namespace) -> Setup:
             f"batch_size={args.batch_size} must be a multiple of the number of devices ({mesh.size}); "
             f"the nearest is {nearest}."
         )
-    return Setup(config, corpus, mesh)
+    for text in corpus.train, corpus.held_out:
+        data.check_long_enough(text, args.sequence_length + 1)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
+    model = Transformer(config, dtype=dtype, mesh=mesh, implementation=args.implementation, rngs=nnx.Rngs(args.seed))
+    return Setup(corpus, mesh, dtype, model)
 
 
 def run(args: argparse.Namespace, setup: Setup, console: Console) -> int:
     """Trains, evaluates, samples and draws; returns the exit code."""
     started = time.perf_counter()
-    config, corpus, mesh = setup
-    platform = mesh.devices.flat[0].platform
-    dtype = jnp.dtype(args.dtype or ("float32" if platform == "cpu" else "bfloat16"))
-    console.print(
-        f"{corpus.source}: {corpus.train.size:,} bytes, {corpus.held_out.size:,} held out\n"
-        f"{mesh.size} {platform} devices: data {mesh.shape['data']} x expert {mesh.shape['expert']}, {dtype.name}, "
-        f"implementation {args.implementation or 'best for the platform'}"
-    )
+    corpus, mesh, _, model = setup
+    console.print(_overview(args, setup))
     optimizer, schedule = make_optimizer(args.learning_rate, args.steps)
-    model = Transformer(config, dtype=dtype, mesh=mesh, implementation=args.implementation, rngs=nnx.Rngs(args.seed))
     graph, state = make_state(model, optimizer, mesh)
 
     def on_mesh(crops):
@@ -309,6 +315,9 @@ def run(args: argparse.Namespace, setup: Setup, console: Console) -> int:
     console.print(f"compiled; {time.perf_counter() - started:.1f} s since the start")
 
     args.out.mkdir(parents=True, exist_ok=True)
+    for name in (METRICS_FILE, SAMPLE_FILE, *report.PICTURES):
+        # A run that is cut short must not leave an earlier run's results beside its own.
+        (args.out / name).unlink(missing_ok=True)
     exit_code = 0
     with (args.out / METRICS_FILE).open("w") as log:
         intervals = Intervals(log, schedule, args.batch_size * args.sequence_length, args.log_every)
@@ -326,6 +335,16 @@ def run(args: argparse.Namespace, setup: Setup, console: Console) -> int:
     report.draw_report(args.out / METRICS_FILE, args.out)
     console.print(f"wrote {args.out} in {time.perf_counter() - started:.1f} s")
     return exit_code
+
+
+def _overview(args: argparse.Namespace, setup: Setup) -> str:
+    corpus, mesh = setup.corpus, setup.mesh
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return (
+        f"{corpus.source}: {corpus.train.size:,} bytes, {corpus.held_out.size:,} held out\n"
+        f"{mesh.size} {mesh.devices.flat[0].platform} devices: {shape}, {setup.dtype.name}, "
+        f"implementation {args.implementation or 'best for the platform'}"
+    )
 
 
 def held_out_losses(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array]) -> dict[str, float]:
@@ -350,7 +369,7 @@ def write_sample(
     prompt = corpus.held_out[:_PROMPT_BYTES].tobytes()
     continuation = generate(graph, state, prompt, _SAMPLE_BYTES, args.sequence_length, mesh, args.seed)
     texts = [text.decode("utf-8", errors="replace") for text in (prompt, continuation)]
-    (args.out / "sample.txt").write_text("".join(texts), encoding="utf-8")
+    (args.out / SAMPLE_FILE).write_text("".join(texts), encoding="utf-8")
     # markup and highlight off: source code is full of square brackets.
     console.print(texts[0], style="dim", end="", markup=False, highlight=False)
     console.print(texts[1], markup=False, highlight=False)
@@ -364,7 +383,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"models.train: {error}", file=sys.stderr)
         return 2
-    return run(args, setup, Console())
+    try:
+        return run(args, setup, Console())
+    except KeyboardInterrupt:
+        # While compiling or drawing: there is nothing, or nothing more, to keep.
+        return _EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -72,17 +72,20 @@ def moe(
       >>> moe(x, ids, jnp.ones((4, 1)), wi, wi, wo).shape
       (4, 16)
     """
-    checks.check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit)
+    checks.check_arguments(
+        x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
+    )
     implementation = choose_implementation(implementation)
-    operands = reference.vary_alike(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name=axis_name)
     run = {
         "megakernel": functools.partial(megakernel.moe, config=config),
         "xla": xla.moe,
         "reference": reference.moe,
     }[implementation]
     if implementation == "megakernel":
-        checks.check_megakernel(x, config)
-    y, stats = run(*operands, axis_name=axis_name, activation_limit=activation_limit)
+        checks.check_megakernel(x)
+    y, stats = run(
+        x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name=axis_name, activation_limit=activation_limit
+    )
     return (y, stats) if return_stats else y
 
 

@@ -1,10 +1,14 @@
 """Refusals at trace time: each names the argument, its value and the nearest legal value or the remedy."""
 
 import difflib
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from mok_jax.config import ROW_BLOCK, MoKConfig
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -12,14 +16,17 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value in choices:
         return
     nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}; the nearest is {nearest!r}")
+    legal = f"one of {', '.join(map(repr, choices))}; the nearest is {nearest!r}" if len(choices) > 1 else repr(nearest)
+    raise ValueError(f"{name} is {value!r}; it must be {legal}")
 
 
-def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit) -> None:
+def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
     """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
     check_choice("activation", activation, ("swiglu",))
-    if activation_limit is not None and not activation_limit > 0:
-        raise ValueError(f"activation_limit is {activation_limit!r}; it must be None or a positive number, such as 7.0")
+    _check_activation_limit(activation_limit)
+    if not isinstance(config, MoKConfig):
+        raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")
+    _check_axis_name(axis_name)
     for name, array, rank, letters in (
         ("x", x, 2, "[T, H]"),
         ("expert_ids", expert_ids, 2, "[T, K]"),
@@ -28,11 +35,46 @@ def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, ac
         ("wi_1", wi_1, 3, "[E_local, H, I]"),
         ("wo", wo, 3, "[E_local, I, H]"),
     ):
-        if jnp.ndim(array) != rank:
-            raise ValueError(f"{name} has shape {jnp.shape(array)}; it must have {rank} dimensions, {letters}")
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise TypeError(f"{name} is of type {type(array).__name__}; it must be an array: jnp.asarray({name})")
+        if array.ndim != rank:
+            raise ValueError(
+                f"{name} has shape {array.shape}; it must have {rank} dimensions, {letters}"
+                + (f": {name}.reshape(-1, {array.shape[-1]})" if array.ndim > rank == 2 else "")
+            )
     _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
     _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
     _check_top_k(expert_ids.shape[1], wi_0.shape[0], axis_name)
+
+
+def _check_activation_limit(limit) -> None:
+    if limit is None:
+        return
+    if isinstance(limit, bool | jax.Array) or not isinstance(limit, numbers.Real):
+        raise TypeError(
+            f"activation_limit is {limit!r}; it must be None or a Python number, known while tracing, such as 7.0"
+        )
+    if not limit > 0:
+        raise ValueError(f"activation_limit is {limit!r}; it must be None or a positive number, such as 7.0")
+
+
+def _check_axis_name(axis_name) -> None:
+    if axis_name is None:
+        return
+    if not isinstance(axis_name, str) and not (
+        isinstance(axis_name, tuple) and axis_name and all(isinstance(name, str) for name in axis_name)
+    ):
+        raise TypeError(
+            f"axis_name is {axis_name!r}; it must be the name of a mesh axis, a tuple of such names, or None for one rank"
+        )
+    there = jax.sharding.get_abstract_mesh().manual_axes
+    missing = [name for name in ((axis_name,) if isinstance(axis_name, str) else axis_name) if name not in there]
+    if missing:
+        raise ValueError(
+            f"axis_name is {axis_name!r}, but no jax.shard_map around this call is manual over {missing} (it is over "
+            f"{sorted(there)}). Call mok_jax.moe inside jax.shard_map over all axes of a mesh that has it, or with "
+            "axis_name=None for one rank"
+        )
 
 
 def _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
@@ -47,9 +89,12 @@ def _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
         )
     for name, weight in (("wi_0", wi_0), ("wi_1", wi_1), ("wo", wo)):
         if weight.dtype not in (jnp.float32, jnp.bfloat16, wide):
-            raise TypeError(f"{name} has dtype {weight.dtype}; it must be {x.dtype} or float32: {name}.astype(x.dtype)")
+            legal = " or ".join(sorted({str(x.dtype), "float32"}))
+            raise TypeError(f"{name} has dtype {weight.dtype}; it must be {legal}: {name}.astype({legal.split()[0]!r})")
         if weight.dtype != wi_0.dtype:
-            raise TypeError(f"{name} has dtype {weight.dtype} and wi_0 has {wi_0.dtype}; all weights must have one dtype")
+            raise TypeError(
+                f"{name} has dtype {weight.dtype} and wi_0 has {wi_0.dtype}; all weights must have one dtype"
+            )
 
 
 def _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
@@ -80,17 +125,26 @@ def _check_top_k(top_k: int, local_experts: int, axis_name) -> None:
         raise ValueError(f"expert_ids has K = {top_k} experts per token of {experts}; the nearest legal K is {experts}")
 
 
-def check_megakernel(x, config) -> None:
+def check_megakernel(x) -> None:
     """Checks what the fused implementation alone demands."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise TypeError(
             f'x has dtype {x.dtype}; implementation="megakernel" takes float32 or bfloat16: x.astype(jnp.float32), or '
             'implementation="reference"'
         )
-    if not hasattr(config, "ring_rows"):
-        raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig")
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         raise ValueError(
-            f"jax.process_count() is {jax.process_count()}; on CPUs implementation=\"megakernel\" runs in one process: "
+            f'jax.process_count() is {jax.process_count()}; on CPUs implementation="megakernel" runs in one process: '
             'use one process with more virtual devices, or implementation="xla"'
+        )
+
+
+def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_experts: int) -> None:
+    """Rows are counted in int32, on the device and in the row table."""
+    limit = 2**31 - ROW_BLOCK
+    if max_rows > limit:
+        nearest = (limit - local_experts * (ROW_BLOCK - 1)) // (ranks * top_k)
+        raise ValueError(
+            f"x has T = {tokens} tokens: with EP = {ranks} and K = {top_k}, {max_rows} rows may arrive at one rank, more "
+            f"than {limit}; the nearest legal T is {nearest}"
         )

@@ -4,10 +4,14 @@ Whatever is set here, the results have the same bits (DESIGN: determinism); only
 """
 
 import dataclasses
+import difflib
 from typing import Any, Literal
 
 ROW_BLOCK = 128
 """Rows are counted, padded and scheduled in blocks of this many (as in ``csrc/moe/shape.h``)."""
+
+# What the executors can hold (int32), as a whole number of row blocks.
+_MOST = 2**31 - ROW_BLOCK
 
 Save = Literal["pre_activations", "pre_activations_and_rows", "nothing"]
 SAVE_POLICIES: tuple[Save, ...] = ("pre_activations", "pre_activations_and_rows", "nothing")
@@ -71,11 +75,24 @@ class MoKConfig:
         ):
             _require_int(name, getattr(self, name), least)
         for name in ("entry_timeout_s", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"MoKConfig.{name} is {value!r}; it must be a positive number of seconds, such as 1.0")
+            _require_seconds(name, getattr(self, name))
+        if self.host_delay_seed is None:
+            raise TypeError("MoKConfig.host_delay_seed is None; it must be an int, 0 for no delays")
         if self.save not in SAVE_POLICIES:
-            raise ValueError(f"MoKConfig.save is {self.save!r}; it must be one of {', '.join(map(repr, SAVE_POLICIES))}")
+            nearest = difflib.get_close_matches(str(self.save), SAVE_POLICIES, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"MoKConfig.save is {self.save!r}; it must be one of {', '.join(map(repr, SAVE_POLICIES))}; the nearest "
+                f"is {nearest!r}"
+            )
+
+
+def _require_seconds(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"MoKConfig.{name} is {value!r}; it must be a number of seconds, such as 1.0")
+    if not value > 0:
+        raise ValueError(f"MoKConfig.{name} is {value!r}; it must be a positive number of seconds, such as 1.0")
 
 
 def _require_int(name: str, value: Any, least: int) -> None:
@@ -83,8 +100,9 @@ def _require_int(name: str, value: Any, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"MoKConfig.{name} is {value!r}; it must be an int, at least {least}")
-    if value < least:
-        raise ValueError(f"MoKConfig.{name} is {value}; the nearest legal value is {least}")
+    nearest = min(max(value, least), _MOST)
+    if value != nearest:
+        raise ValueError(f"MoKConfig.{name} is {value}; the nearest legal value is {nearest}")
 
 
 def _require_row_blocks(name: str, value: Any) -> None:

@@ -1,9 +1,10 @@
 """The fused implementation: one JAX primitive, and one FFI call, per direction.
 
-``moe`` is differentiable through a ``custom_vjp`` whose two halves bind the two primitives. A primitive of our own,
-rather than ``jax.ffi.ffi_call``, for three reasons: its abstract rule types results as varying over the axes that the
-operands vary over, which gradients under ``shard_map`` need; its lowering rule can see how the program is sharded, and
-refuses what would be silently wrong; its batching and differentiation rules say what cannot be done, and why.
+``moe`` is differentiable through a ``custom_jvp`` whose derivative is a third, linear primitive that cannot run, only be
+transposed. (A ``custom_vjp`` would do as well, but forward mode would end in a text of JAX's that names no remedy.)
+Primitives of our own, rather than ``jax.ffi.ffi_call``, for three reasons: abstract rules type results as varying over
+the axes that the operands vary over, which gradients under ``shard_map`` need; lowering rules can see how the program
+is sharded, and refuse what would be silently wrong; batching and differentiation rules say what cannot be done.
 
 Names of residuals, for ``jax.checkpoint`` policies: ``mok_residuals`` and ``mok_output`` (see ``remat_policy``).
 """
@@ -17,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mok_jax import native
+from mok_jax import checks, native
 from mok_jax.config import SAVE_POLICIES, MoKConfig, Save
+from mok_jax.reference import vary_alike
 from mok_jax.stats import MoEStats
 
 RESIDUALS_NAME = "mok_residuals"
@@ -89,7 +92,7 @@ class Call:
 
 
 def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_limit, config):
-    """As ``mok_jax.moe``, on checked arguments that vary over the same axes. Returns ``(y, MoEStats)``."""
+    """As ``mok_jax.moe``, on checked arguments. Returns ``(y, MoEStats)``."""
     ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     bounds = {
         "ranks": ranks,
@@ -98,9 +101,11 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
         "local_experts": wi_0.shape[0],
     }
     max_rows = native.library().max_rows(**bounds)
+    checks.check_max_rows(max_rows, **bounds)
     ring_rows = min(max_rows, config.ring_rows or native.library().default_ring_rows(**bounds))
     call = Call(ranks, ring_rows, max_rows, activation_limit, config)
-    y, expert_rows, bad_tokens = _moe(call, coordinates(axis_name), x, expert_ids, expert_weights, wi_0, wi_1, wo)
+    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
+    y, expert_rows, bad_tokens = _moe(call, axis_name, coordinates(axis_name), *operands)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
 
 
@@ -114,38 +119,49 @@ def coordinates(axis_name):
     return jnp.stack([jax.lax.axis_index(axes), group]).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo):
-    y, _, expert_rows, bad_tokens, *_ = _bind_forward(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _moe(call, axis_name, where, *operands):
+    y, _, expert_rows, bad_tokens, *_ = _bind_forward(call, where, *vary_alike(*operands, axis_name=axis_name))
     return y, expert_rows, bad_tokens
 
 
-def _moe_forward(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo):
+@functools.partial(_moe.defjvp, symbolic_zeros=True)
+def _moe_derivative(call, axis_name, primals, tangents):
+    """The forward that saves, and the derivative as one linear operation of which only the transpose can run.
+
+    Its residuals are the operands as they came: cast to vary like the others, weights that are replicated over a data
+    axis would no longer be the arrays that a scan over layers already holds, and it would keep a second copy of all.
+    """
+    where, *operands = primals
+    varied = vary_alike(*operands, axis_name=axis_name)
     call = dataclasses.replace(call, differentiated=True)
-    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
-    y, row_table, expert_rows, bad_tokens, pre_activations, rows, _ = _bind_forward(call, where, *operands)
+    y, row_table, expert_rows, bad_tokens, pre_activations, rows, _ = _bind_forward(call, where, *varied)
     if call.save != "pre_activations_and_rows":
         rows = jnp.zeros_like(rows, shape=(0, rows.shape[1]))
     saved = checkpoint_name((row_table, expert_rows, pre_activations, rows), RESIDUALS_NAME)
     y = checkpoint_name(y, OUTPUT_NAME)
-    return (y, expert_rows, bad_tokens), (where, operands, saved)
+    _, *tangents = vary_alike(y, *(_instantiate(t) for i, t in enumerate(tangents) if i not in (0, 2)), axis_name=None)
+    dy = tangent_p.bind(where, *operands, *saved, *tangents, call=call)
+    return (y, expert_rows, bad_tokens), (dy, *map(SymbolicZero.from_primal_value, (expert_rows, bad_tokens)))
 
 
-def _moe_backward(call, residuals, cotangents):
-    where, (x, expert_ids, expert_weights, wi_0, wi_1, wo), saved = residuals
-    dy = cotangents[0]
-    call = dataclasses.replace(
-        call,
-        differentiated=True,
-        weight_grad_dtype=np.dtype(np.float32) if wi_0.dtype == np.float32 else np.dtype(x.dtype),
-    )
-    weights = [w.astype(x.dtype) for w in (wi_0, wi_1, wo)]
-    results = backward_p.bind(x, expert_ids, expert_weights, *weights, where, dy, *saved, call=call)
-    dx, d_expert_weights, d_wi_0, d_wi_1, d_wo = results[:5]
-    return None, dx, None, d_expert_weights, *(d.astype(wi_0.dtype) for d in (d_wi_0, d_wi_1, d_wo))
+def _instantiate(tangent):
+    return jnp.zeros(tangent.shape, tangent.dtype) if isinstance(tangent, SymbolicZero) else tangent
 
 
-_moe.defvjp(_moe_forward, _moe_backward)
+def _transpose_tangent(dy, where, *others, call):
+    """From ``dy`` to the gradients in the tangents, the last five operands of ``tangent_p``."""
+    operands, saved, tangents = others[:6], others[6:-5], others[-5:]
+    if type(dy) is ad.Zero:
+        return [None] * (1 + len(others))
+    _, x, expert_ids, expert_weights, *weights = vary_alike(dy, *operands, axis_name=None)
+    grad_dtype = np.dtype(np.float32) if weights[0].dtype == np.float32 else np.dtype(x.dtype)
+    call = dataclasses.replace(call, weight_grad_dtype=grad_dtype)
+    rounded = [w.astype(x.dtype) for w in weights]
+    results = backward_p.bind(x, expert_ids, expert_weights, *rounded, where, dy, *saved, call=call)
+    gradients = [*results[:2], *(d.astype(weights[0].dtype) for d in results[2:5])]
+    wanted = (g if ad.is_undefined_primal(t) else None for g, t in zip(gradients, tangents, strict=True))
+    return [None] * (1 + len(operands) + len(saved)) + list(wanted)
 
 
 def _bind_forward(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo):
@@ -216,9 +232,10 @@ def _refuse_sharding(ctx, name):
     if hasattr(context, "manual_axes"):
         automatic = [a for a in context.mesh.axis_names if a not in context.manual_axes and context.mesh.shape[a] > 1]
         if automatic:
+            names = ", ".join(map(repr, context.mesh.axis_names))
             raise ValueError(
                 f"mok_jax.{name} inside a shard_map that is not manual over mesh axes {automatic}: its arguments would "
-                f"be gathered silently. Use shard_map over all axes, axis_names={set(context.mesh.axis_names)}"
+                f"be gathered silently. Use shard_map over all axes, axis_names={{{names}}}"
             )
     elif context.num_devices > 1:
         raise ValueError(
@@ -267,5 +284,20 @@ def _make_primitive(name, abstract_rule):
     return primitive
 
 
+def _make_tangent_primitive():
+    """The derivative of ``moe``, linear in the last five operands; reverse mode transposes it before it would run."""
+    primitive = Primitive("mok_tangent")
+    primitive.def_abstract_eval(
+        lambda *operands, call: _like(operands[-5], [(operands[-5].shape, operands[-5].dtype)])[0]
+    )
+    primitive.def_impl(_refuse_derivative)
+    mlir.register_lowering(primitive, _refuse_derivative)
+    batching.primitive_batchers[primitive] = _refuse_vmap
+    ad.primitive_jvps[primitive] = _refuse_derivative
+    ad.primitive_transposes[primitive] = _transpose_tangent
+    return primitive
+
+
 forward_p = _make_primitive("mok_forward", _forward_abstract)
 backward_p = _make_primitive("mok_backward", _backward_abstract)
+tangent_p = _make_tangent_primitive()

@@ -4,11 +4,12 @@ import functools
 import threading
 from types import ModuleType
 
+import jax
 import jax.ffi
 
 from mok_jax.config import ROW_BLOCK
 
-__all__ = ["ROW_BLOCK", "library", "register_cpu_targets"]
+__all__ = ["ROW_BLOCK", "library", "register_cpu_targets", "register_ffi_targets"]
 
 _registration = threading.Lock()
 
@@ -29,6 +30,22 @@ def library() -> ModuleType:
             'or use implementation="xla", which needs none'
         ) from error
     return _native
+
+
+def register_ffi_targets() -> None:
+    """Makes programs runnable that another process has exported; starts the backend.
+
+    Tracing and lowering ``mok_jax.moe`` does the same, so that only a process that does neither has to call it: one that
+    gets its program from ``jax.export.deserialize``. The exporting process lists the two targets as safe::
+
+        safe = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mok_forward", "mok_backward")]
+        jax.export.export(jitted, disabled_checks=safe)
+
+    Example:
+      >>> register_ffi_targets()
+    """
+    jax.devices("cpu")
+    register_cpu_targets()
 
 
 def register_cpu_targets() -> None:

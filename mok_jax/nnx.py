@@ -157,14 +157,15 @@ class MoE(nnx.Module):
           A :class:`MoEOutput`.
 
         Raises:
-          ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` another shape than the tokens.
+          ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` another shape than the tokens, or the
+            layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
         """
         if x.ndim < 1 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={self.hidden_size}].")
         if token_mask is not None and token_mask.shape != x.shape[:-1]:
             raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
         forward = self._forward
-        if self.mesh is not None and AxisType.Explicit in self.mesh.axis_types:
+        if _has_explicit_axes(self.mesh):
             # Flattened tokens have no sharding that an explicit mesh can write down; inside, XLA keeps track of it.
             like_x = MoEOutput(output=jax.typeof(x).sharding.spec, aux_loss=P(), z_loss=P(), expert_load=P())
             forward = jax.sharding.auto_axes(forward, axes=self.mesh.axis_names, out_sharding=like_x)
@@ -227,6 +228,19 @@ def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
     """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype."""
     # HIGHEST: a GPU's default for f32 is TF32, whose error is enough to choose other experts.
     return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def _has_explicit_axes(mesh: Mesh | None) -> bool:
+    """Whether shardings are part of the types where the caller is; raises ValueError where they would have to be."""
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return False
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty:
+        raise ValueError(
+            f"mesh has explicit axes {mesh.axis_names}: call the layer inside `with jax.set_mesh(mesh)`, "
+            "or use a mesh with automatic axes, such as mok_jax.sharding.make_mesh makes."
+        )
+    return AxisType.Explicit in here.axis_types
 
 
 def _with_auto_axes(mesh: Mesh) -> Mesh:

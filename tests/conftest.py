@@ -1,4 +1,4 @@
-"""What all tests need before they start: virtual devices, the `gpu` marker, and a guard against hanging.
+"""What all tests need before they start: virtual devices, what becomes of `gpu` tests, a guard against hanging.
 
 Tests run on the CPU unless `JAX_PLATFORMS` names a GPU (`JAX_PLATFORMS=cuda,cpu pytest`). XLA's persistent compilation
 cache stays off: a test must not pass because of what an earlier run has left behind.
@@ -24,7 +24,6 @@ _gpu_tests_left_out = pytest.StashKey()
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU; left out, and counted at the end, where there is none.")
     config.stash[_gpu_tests_left_out] = 0
     # Capturing replaces file descriptor 2 while tests run; the guard must write to the one that a person sees.
     config.stash[_real_stderr] = os.fdopen(os.dup(2), "w")

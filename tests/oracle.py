@@ -20,16 +20,22 @@ class Outputs(NamedTuple):
     d_wo: np.ndarray
 
 
-def forward_backward(x, ids, weights, wi_0, wi_1, wo, dy, activation_limit=None) -> Outputs:
+def forward_backward(
+    x, ids, weights, wi_0, wi_1, wo, dy, activation_limit=None, pre_activation_dtype=np.float64
+) -> Outputs:
     """All six outputs in float64.
 
     Args:
       x: ``[N, H]`` tokens.
       ids: int ``[N, K]``; -1 selects nothing, any other id outside ``[0, E)`` makes its token bad.
       weights: ``[N, K]`` router weights.
-      wi_0: ``[E, H, I]``; ``wi_1`` likewise, ``wo [E, I, H]``.
+      wi_0: ``[E, H, I]`` gate projections.
+      wi_1: ``[E, H, I]`` up projections.
+      wo: ``[E, I, H]`` down projections.
       dy: ``[N, H]`` cotangent of ``y``.
       activation_limit: clamp of the gate (above) and of the up projection (both sides), or None.
+      pre_activation_dtype: gradients are taken at gate and up rounded to it. It matters with a clamp only: whether a
+        gradient passes is then decided for the rounded value, and rounding moves some values onto the limit.
     """
     x, weights, wi_0, wi_1, wo, dy = (np.asarray(a, np.float64) for a in (x, weights, wi_0, wi_1, wo, dy))
     ids = np.asarray(ids)
@@ -37,42 +43,36 @@ def forward_backward(x, ids, weights, wi_0, wi_1, wo, dy, activation_limit=None)
     ids = np.where(bad[:, None], -1, ids)
     out = Outputs(*(np.zeros_like(a) for a in (x, x, weights, wi_0, wi_1, wo)))
     with np.errstate(invalid="ignore", over="ignore"):
-        for expert in range(wi_0.shape[0]):
+        for e in range(wi_0.shape[0]):
             # One row per (token, k) pair: a token that names the expert twice has two rows.
-            token, k = np.nonzero(ids == expert)
-            _add_expert(out, expert, token, k, x, weights, wi_0[expert], wi_1[expert], wo[expert], dy, activation_limit)
+            token, k = np.nonzero(ids == e)
+            rows, weight, d_rows = x[token], weights[token, k][:, None], dy[token]
+            gate, up = rows @ wi_0[e], rows @ wi_1[e]
+            hidden = _swiglu(gate, up, activation_limit)[0]
+            np.add.at(out.y, token, weight * (hidden @ wo[e]))
+
+            gate, up = (a.astype(pre_activation_dtype).astype(np.float64) for a in (gate, up))
+            hidden, hidden_by_gate, hidden_by_up = _swiglu(gate, up, activation_limit)
+            out.d_expert_weights[token, k] = (d_rows * (hidden @ wo[e])).sum(axis=1)
+            d_down = weight * d_rows
+            d_hidden = d_down @ wo[e].T
+            d_gate, d_up = d_hidden * hidden_by_gate, d_hidden * hidden_by_up
+            np.add.at(out.dx, token, d_gate @ wi_0[e].T + d_up @ wi_1[e].T)
+            out.d_wi_0[e], out.d_wi_1[e], out.d_wo[e] = rows.T @ d_gate, rows.T @ d_up, hidden.T @ d_down
     for per_token in (out.y, out.dx, out.d_expert_weights):
         per_token[bad] = np.nan
     return out
 
 
-def _add_expert(out, expert, token, k, x, weights, wi_0, wi_1, wo, dy, limit):
-    """Adds to ``out`` the part of one expert, whose rows are the pairs ``(token[r], k[r])``."""
-    rows, weight, d_rows = x[token], weights[token, k][:, None], dy[token]
-    raw_gate, raw_up = rows @ wi_0, rows @ wi_1
-    gate, up = _clamp(raw_gate, raw_up, limit)
+def _swiglu(gate, up, limit):
+    """``silu(gate) * up`` of the clamped arguments, and its derivatives by both, zero where clamped."""
+    limit = np.inf if limit is None else limit
+    gate_passes, up_passes = ~(gate > limit), ~(np.abs(up) > limit)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     sigmoid = 1 / (1 + np.exp(-gate))
     silu = gate * sigmoid
-    hidden = silu * up
-    down = hidden @ wo
-    np.add.at(out.y, token, weight * down)
-
-    out.d_expert_weights[token, k] = (d_rows * down).sum(axis=1)
-    d_down = weight * d_rows
-    d_hidden = d_down @ wo.T
-    d_gate = d_hidden * up * sigmoid * (1 + gate * (1 - sigmoid))
-    d_up = d_hidden * silu
-    if limit is not None:
-        d_gate = np.where(raw_gate > limit, 0, d_gate)
-        d_up = np.where(np.abs(raw_up) > limit, 0, d_up)
-    np.add.at(out.dx, token, d_gate @ wi_0.T + d_up @ wi_1.T)
-    out.d_wi_0[expert] = rows.T @ d_gate
-    out.d_wi_1[expert] = rows.T @ d_up
-    out.d_wo[expert] = hidden.T @ d_down
-
-
-def _clamp(gate, up, limit):
-    return (gate, up) if limit is None else (np.minimum(gate, limit), np.clip(up, -limit, limit))
+    by_gate = up * sigmoid * (1 + gate * (1 - sigmoid))
+    return silu * up, np.where(gate_passes, by_gate, 0), np.where(up_passes, silu, 0)
 
 
 def relative_l2(actual, expected) -> float:

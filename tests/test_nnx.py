@@ -45,6 +45,12 @@ def make_input(*leading, seed=1):
 
 
 @nnx.jit
+def forward(layer, x):
+    # Jitted, so that a layer compiles as one program and layers that are equal share it.
+    return layer(x)
+
+
+@nnx.jit
 def value_and_gradients(layer, x, mask):
     """Loss, layer's output, and gradients in the parameters and in ``x``."""
 
@@ -78,7 +84,7 @@ def test_mesh_equals_no_mesh(mesh, implementation):
 @pytest.mark.parametrize("leading", [(), (1,), (13,), (2, 4), (2, 2, 3)])
 def test_any_leading_dimensions_and_odd_token_counts(mesh, leading):
     x = make_input(*leading)
-    got, want = nnx.jit(make_layer(mesh))(x), make_layer()(x)
+    got, want = forward(make_layer(mesh), x), forward(make_layer(), x)
     assert got.output.shape == x.shape
     assert int(got.expert_load.sum()) == K * np.prod(leading, dtype=int)
     assert_same(got, want)
@@ -89,7 +95,7 @@ def test_other_expert_axes(mesh, expert_axis):
     layer = make_layer(mesh, expert_axis=expert_axis)
     assert layer.wi_0.get_value().sharding.spec[0] == expert_axis
     x = make_input(16)
-    assert_same(nnx.jit(layer)(x), make_layer()(x))
+    assert_same(forward(layer, x), forward(make_layer(), x))
 
 
 def test_explicit_mesh():
@@ -98,13 +104,17 @@ def test_explicit_mesh():
     x = make_input(8, 5)
     want = value_and_gradients(make_layer(), x, None)
     with jax.set_mesh(mesh):
-        got = value_and_gradients(make_layer(mesh), jax.device_put(x, NamedSharding(mesh, P("data"))), None)
+        layer = make_layer(mesh)
+        got = value_and_gradients(layer, jax.device_put(x, NamedSharding(mesh, P("data"))), None)
     assert_same(got, want)
+    with pytest.raises(ValueError, match=r"explicit axes .*jax\.set_mesh"):
+        layer(x)
 
 
 def test_mesh_of_one_device():
-    layer = make_layer(make_mesh(devices=jax.devices("cpu")[:1]))
-    assert_same(layer(make_input(5)), make_layer()(make_input(5)))
+    x = make_input(5)
+    # Not jitted: this is how a layer is tried out by hand.
+    assert_same(make_layer(make_mesh(devices=jax.devices("cpu")[:1]))(x), forward(make_layer(), x))
 
 
 def test_parameters_are_sharded_and_named(mesh):
@@ -123,7 +133,8 @@ def test_the_callers_axis_rules_win(mesh):
     with spmd.logical_axis_rules((("embed", "data"),)):
         layer = make_layer(mesh)
     assert layer.wi_0.get_value().sharding.spec == P("expert", "data", None)
-    assert_same(nnx.jit(layer)(make_input(8)), make_layer()(make_input(8)))
+    x = make_input(8)
+    assert_same(forward(layer, x), forward(make_layer(), x))
 
 
 def test_mask_is_as_if_padding_were_not_there(mesh):
@@ -143,7 +154,7 @@ def test_mask_is_as_if_padding_were_not_there(mesh):
 
 def test_losses_are_scaled():
     x = make_input(6)
-    full, half, none = (make_layer(aux_loss_coeff=c, z_loss_coeff=c)(x) for c in (1.0, 0.5, 0.0))
+    full, half, none = (forward(make_layer(aux_loss_coeff=c, z_loss_coeff=c), x) for c in (1.0, 0.5, 0.0))
     assert float(full.aux_loss) == pytest.approx(2 * float(half.aux_loss)) and float(full.aux_loss) > 0.5
     assert float(full.z_loss) == pytest.approx(2 * float(half.z_loss)) and float(full.z_loss) > 0
     assert float(none.aux_loss) == float(none.z_loss) == 0
@@ -151,11 +162,12 @@ def test_losses_are_scaled():
 
 def test_dtypes(mesh):
     layer = make_layer(mesh, dtype=jnp.bfloat16)
-    _, out, (gradients, x_gradient) = value_and_gradients(layer, make_input(8), None)
+    x = make_input(8)
+    _, out, (gradients, x_gradient) = value_and_gradients(layer, x, None)
     assert out.output.dtype == jnp.bfloat16 and out.aux_loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
     assert x_gradient.dtype == jnp.float32
-    assert relative_error(out.output.astype(jnp.float32), make_layer()(make_input(8)).output) < 2e-2
+    assert relative_error(out.output.astype(jnp.float32), forward(make_layer(), x).output) < 2e-2
 
 
 def test_gradients_reach_every_expert_and_the_gate(mesh):

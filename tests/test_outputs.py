@@ -46,7 +46,9 @@ ALL = (
 def check(inputs, ep, tolerance, *, activation_limit=None, **options):
     """Runs the layer, and compares each output and its dtype with what it has to be."""
     actual = run(inputs, ep, activation_limit=activation_limit, **options)
-    expected = forward_backward(*inputs.for_oracle(), activation_limit=activation_limit)
+    # The megakernel's rule, the same for what it saves and what it recomputes. Clamped cases of others are float32.
+    pre_activation_dtype = inputs.x.dtype if options["implementation"] == "megakernel" else np.float64
+    expected = forward_backward(*inputs.for_oracle(), activation_limit, pre_activation_dtype)
     errors = Outputs(*map(relative_l2, actual, expected))
     assert max(errors) <= tolerance, errors
     like = (inputs.x, inputs.x, inputs.expert_weights, inputs.wi_0, inputs.wi_1, inputs.wo)
@@ -79,18 +81,13 @@ def test_small_ring_with_activation_limit(save, dtype):
     """The clamp's gradient is right where pre-activations are recomputed, and rounded like saved ones."""
     config = MoKConfig(ring_rows=128, minibatch_rows=128, save=save)
     inputs = make(by_name("zipf"), dtype)
-    check(inputs, 2, _clamped_tolerance(dtype), implementation="megakernel", config=config, activation_limit=0.75)
+    check(inputs, 2, TOLERANCE[dtype], implementation="megakernel", config=config, activation_limit=0.75)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_activation_limit(implementation):
     inputs = make(by_name("zipf"), "float32")
     check(inputs, 2, TOLERANCE["float32"], implementation=implementation, activation_limit=0.75)
-
-
-def _clamped_tolerance(dtype):
-    """A pre-activation that rounding carries over the limit gains or loses its whole gradient."""
-    return {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -112,7 +109,7 @@ WAYS = (
 def test_ways_to_differentiate(implementation, axis, check_vma, grad):
     """In and outside `shard_map`, with and without its types, over one axis and two: the same gradients."""
     inputs = make(by_name("five_tokens"), "float32")
-    options = dict(axis=axis, check_vma=check_vma, grad=grad)
+    options = {"axis": axis, "check_vma": check_vma, "grad": grad}
     check(inputs, 4, TOLERANCE["float32"], implementation=implementation, **options)
 
 

@@ -20,7 +20,7 @@ TINY = (
     *("--hidden-size", "16", "--intermediate-size", "8", "--num-heads", "2", "--num-layers", "1"),
     *("--batch-size", "8", "--sequence-length", "16", "--log-every", "2", "--implementation", "reference"),
 )
-TIME_LIMIT_S = 100
+TIME_LIMIT_S = 140
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ def test_a_run_writes_everything(text_file, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_written(text_file, tmp_path):
+    (tmp_path / "sample.txt").write_text("of an earlier run")
     process = start(text_file, tmp_path, "--steps", "1000000")
     metrics, limit = tmp_path / "metrics.jsonl", time.monotonic() + TIME_LIMIT_S
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
@@ -84,7 +85,7 @@ def test_ctrl_c_keeps_what_was_written(text_file, tmp_path):
 
 def test_impossible_arguments_end_with_one_line(text_file, tmp_path):
     output, code = finish(start(text_file, tmp_path, "--batch-size", "9"))
-    assert code == 2
+    assert code == 2 and "Traceback" not in output
     assert output.splitlines()[-1] == (
         "models.train: batch_size=9 must be a multiple of the number of devices (8); the nearest is 8."
     )

@@ -25,9 +25,10 @@ __global__ void list_tasks(Direction direction, bool communication, Plan plan, S
   } else {
     communication ? backward_communication(plan, list) : backward_compute(plan, list);
   }
+  __shared__ Task task;  // its arrays are indexed at run time: not for registers
   for (int64_t ticket = 0; ticket < list.tasks; ++ticket) {
-    tasks[ticket] =
-        direction == Direction::forward ? forward_task(plan, list, ticket) : backward_task(plan, list, ticket);
+    task = direction == Direction::forward ? forward_task(plan, list, ticket) : backward_task(plan, list, ticket);
+    tasks[ticket] = task;
   }
   *count = list.tasks;
 }

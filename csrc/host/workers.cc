@@ -9,9 +9,6 @@
 namespace mok::host {
 namespace {
 
-constexpr const char* kTaskNames[] = {"pull_rows",   "pull_grads", "notify",      "gate_up", "down",
-                                      "hidden_grad", "row_grad",   "weight_grad", "reduce"};
-
 // Scratch of workers between calls; a call's threads are new each time. Never destroyed, as threads may outlive it.
 class MatmulPool {
  public:

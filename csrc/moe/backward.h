@@ -11,16 +11,17 @@ namespace mok {
 // Pre-activations of macrobatch 0 are a residual of the forward unless nothing was saved; the others never are.
 MOK_FN bool replays(const Plan& p, int32_t m) { return m > 0 || p.save == Save::nothing; }
 MOK_FN bool pulls_rows(const Plan& p, int32_t m) { return m > 0 || p.save != Save::pre_activations_and_rows; }
+// Where x is needed for weight gradients only, nothing that a row's source hears of depends on its pull.
+MOK_FN bool pulls_rows_aside(const Plan& p, int32_t m) { return pulls_rows(p, m) && !replays(p, m); }
 
 MOK_FN void backward_communication(const Plan& p, TaskList& list) {
   for (int32_t m = 0; m < p.macrobatches; ++m) {
-    // Where x is needed for weight gradients only, all dy comes first.
     for (int32_t i = 0; i < minibatches(p, m); ++i) {
       const Range rows = minibatch(p, m, i);
       if (replays(p, m)) list.add(TaskKind::pull_rows, m, rows, kPullsPerBlock);
       list.add(TaskKind::pull_grads, m, rows, kPullsPerBlock);
     }
-    if (!replays(p, m) && pulls_rows(p, m)) {
+    if (pulls_rows_aside(p, m)) {  // after all dy
       list.add(TaskKind::pull_rows, m, {p.macro_block[m], p.macro_block[m + 1]}, kPullsPerBlock);
     }
   }
@@ -46,20 +47,27 @@ MOK_FN void backward_compute(const Plan& p, TaskList& list) {
   list.add(TaskKind::reduce, 0, {0, p.token_blocks}, 1);
 }
 
+// The last macrobatch up to m at whose begin an expert was continued, so that the scratch of the straddling expert was
+// in use; or 0. It may be several macrobatches back: cuts at the boundary of two experts need no scratch.
+MOK_FN int32_t last_continued(const Plan& p, int32_t m) {
+  while (m > 0 && !p.begins_earlier(m, p.first_expert(m))) --m;
+  return m;
+}
+
 // The piece of `expert` in the task's macrobatch: all its rows in the ring, its earlier part accumulated, and the
 // scratch of the straddling expert free if this piece is to fill it.
 MOK_FN void weight_grad_waits(const Plan& p, const CounterMap& counters, Task& t) {
   const int32_t m = t.macrobatch, piece = p.piece(m, t.expert);
   t.wait_for(counters.of(Counter::piece_hidden_grad, piece), t.blocks * p.tiles.hidden_grad);
-  if (pulls_rows(p, m) && !replays(p, m)) {
+  if (pulls_rows_aside(p, m)) {
     t.wait_for(counters.of(Counter::piece_rows_pulled, piece), t.blocks * kPullsPerBlock);
   }
   if (p.begins_earlier(m, t.expert)) {
     t.wait_for(counters.of(Counter::piece_weight_grad, piece - 1), p.tiles.weight_grad);
-  }
-  const int32_t first = p.first_expert(m);
-  if (p.ends_later(m, t.expert) && first != t.expert && p.begins_earlier(m, first)) {
-    t.wait_for(counters.of(Counter::piece_weight_grad, p.piece(m, first)), p.tiles.weight_grad);
+  } else if (p.ends_later(m, t.expert)) {
+    const int32_t last = last_continued(p, m);
+    if (last > 0)
+      t.wait_for(counters.of(Counter::piece_weight_grad, p.piece(last, p.first_expert(last))), p.tiles.weight_grad);
   }
 }
 
@@ -79,7 +87,9 @@ MOK_FN Task backward_task(const Plan& p, const TaskList& list, int64_t ticket) {
       place(t, p, rotated(s, p, offset));
       if (before() >= 0 && pulls_rows(p, p.macrobatch_of(before()))) wait_for_pull_place();
       t.signal(counters.of(Counter::rows_pulled, t.block));
-      t.signal(counters.of(Counter::piece_rows_pulled, p.piece(t.macrobatch, t.expert)));
+      if (pulls_rows_aside(p, t.macrobatch)) {
+        t.signal(counters.of(Counter::piece_rows_pulled, p.piece(t.macrobatch, t.expert)));
+      }
       break;
     case TaskKind::pull_grads:
       place(t, p, rotated(s, p, offset));
@@ -117,6 +127,8 @@ MOK_FN Task backward_task(const Plan& p, const TaskList& list, int64_t ticket) {
     case TaskKind::notify:
       place(t, p, item_outer(s, offset));
       t.wait_for(counters.of(Counter::pushed, t.block), p.tiles.row_grad);
+      // A source that has its rows back may leave the call, and x in its arena with it.
+      if (pulls_rows_aside(p, t.macrobatch)) t.wait_for(counters.of(Counter::rows_pulled, t.block), kPullsPerBlock);
       break;
     default:  // reduce
       place(t, p, item_outer(s, offset));

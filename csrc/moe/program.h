@@ -21,6 +21,9 @@ enum class Counter : int32_t {
   piece_weight_grad,  // of a piece: tiles
   arrived,            // of the rank: its slots that have come back, counted in rows
 };
+inline constexpr const char* kCounterNames[] = {
+    "rows_pulled",       "grads_pulled",      "gate_up_done",      "hidden_grad_done", "pushed",
+    "piece_rows_pulled", "piece_hidden_grad", "piece_weight_grad", "arrived"};
 inline constexpr int32_t kBlockFamilies = 5;
 inline constexpr int32_t kPieceFamilies = 3;
 
@@ -51,6 +54,8 @@ enum class TaskKind : int32_t {
   weight_grad,
   reduce
 };
+inline constexpr const char* kTaskNames[] = {"pull_rows",   "pull_grads", "notify",      "gate_up", "down",
+                                             "hidden_grad", "row_grad",   "weight_grad", "reduce"};
 
 struct Wait {
   int32_t counter;

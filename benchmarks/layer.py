@@ -1,0 +1,338 @@
+"""``python -m benchmarks.layer``: the layer, everything else that can compute it, and the machine's ceiling, in one run.
+
+Writes ``layer.json`` and ``layer.png`` into ``--out`` and prints a table. The file is rewritten after every group of
+measurements, so that what an interrupted run has measured is kept. Rates count real rows only and are per GPU; on a
+CPU, where all ranks share the machine, they are of all ranks together.
+
+Ends with 1 if a result is wrong (at once, or at the end with ``--keep-going``).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Both frameworks take their memory from the same GPU, and XLA would take nearly all of it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from benchmarks import check, flops, machine, measure, report
+from benchmarks.ceiling import make_ceiling
+from benchmarks.implementations import IMPLEMENTATIONS
+from benchmarks.implementations.base import Implementation, Program
+from benchmarks.problem import Problem, Tokens, make_problem, make_tokens
+from benchmarks.routing import ROUTINGS
+from benchmarks.shapes import CPU_SHAPES, GPU_SHAPES, SHAPES
+
+PROTOCOLS = ("burst", "sustained")
+
+# A ceiling that moved by more within one group of measurements says that its figures cannot be compared.
+DRIFT_LIMITS = {"burst": 0.03, "sustained": 0.08}
+CPU_DRIFT_LIMITS = {"burst": 0.1, "sustained": 0.1}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line (``None``: of this process)."""
+    parser = argparse.ArgumentParser("python -m benchmarks.layer", description=__doc__.split("\n\n")[0])
+
+    def add_choice(flag: str, choices, default, text: str) -> None:
+        def parse(value: str) -> list[str]:
+            names = value.split(",")
+            for name in names:
+                if name not in choices:
+                    raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
+            return names
+
+        parser.add_argument(flag, type=parse, default=default, metavar="NAME,...", help=f"{text}: {', '.join(choices)}")
+
+    add_choice("--shapes", SHAPES, None, f"(GPU: {','.join(GPU_SHAPES)}; CPU: {','.join(CPU_SHAPES)})")
+    add_choice("--pass", flops.PASSES, ["forward+backward", "forward", "backward"], "(all)")
+    add_choice("--routing", ROUTINGS, list(ROUTINGS), "(all)")
+    add_choice("--implementations", IMPLEMENTATIONS, list(IMPLEMENTATIONS), "(all)")
+    add_choice("--protocol", PROTOCOLS, list(PROTOCOLS), "(both)")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (%(default)s)")
+    parser.add_argument("--data", type=int, default=1, help="groups of such ranks (%(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder to write into (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=480, help="seconds for the run (%(default)s)")
+    parser.add_argument("--build-limit", type=float, default=60, help="seconds to build and check one (%(default)s)")
+    parser.add_argument("--keep-going", action="store_true", help="leave out what computes wrong results, and go on")
+    return parser.parse_args(arguments)
+
+
+@dataclasses.dataclass
+class Run:
+    """What all groups of measurements share."""
+
+    args: argparse.Namespace
+    console: Console
+    ceiling: Program
+    ceiling_flops: int
+    results: dict[str, Any]
+    started: float
+    # Reasons, by implementation, for not building it again.
+    given_up: dict[str, str] = dataclasses.field(default_factory=dict)
+    any_wrong: bool = False
+
+    @property
+    def seconds_left(self) -> float:
+        return self.args.time_limit - (time.perf_counter() - self.started)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One table of implementations: a problem, pass and routing."""
+
+    problem: Problem
+    pass_name: str
+    routing: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.problem.platform != "cpu"
+
+    @property
+    def flops(self) -> float:
+        """Of one device, or of the machine on a CPU."""
+        shape, problem = self.problem.shape, self.problem
+        total = flops.flops(self.pass_name, problem.rows, shape.hidden, shape.intermediate)
+        return total / problem.ranks if self.on_gpu else total
+
+    def record(self, implementation: str, protocol: str, **values: Any) -> dict[str, Any]:
+        """A record of this group."""
+        return report.make_record(
+            **{"pass": self.pass_name},
+            shape=self.problem.shape.name,
+            ep=self.problem.ep,
+            data=self.problem.data,
+            routing=self.routing,
+            implementation=implementation,
+            protocol=protocol,
+            **values,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    args = parse_arguments(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if jax.config.jax_num_cpu_devices < 1:
+        jax.config.update("jax_num_cpu_devices", max(1, args.ep * args.data))
+    devices = jax.devices()
+    if len(devices) < args.ep * args.data:
+        console.print(f"--ep {args.ep} --data {args.data}: there are only {len(devices)} devices", style="red")
+        return 2
+    on_cpu = devices[0].platform == "cpu"
+    dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
+    results: dict[str, Any] = {"meta": machine.describe(), "records": []}
+    machine.read_state(results["meta"])
+    ceiling, ceiling_flops = make_ceiling(devices[0], dtype)
+    run = Run(args, console, ceiling, ceiling_flops, results, time.perf_counter())
+    try:
+        shapes = args.shapes or (CPU_SHAPES if on_cpu else GPU_SHAPES)
+        for number, name in enumerate(shapes):
+            # What earlier shapes did not need is for the later ones.
+            share = run.seconds_left / (len(shapes) - number)
+            measure_shape(run, make_problem(SHAPES[name], args.ep, args.data, dtype, devices), share)
+    except check.WrongResultError as wrong:
+        console.print(f"stopped: {wrong}", style="bold red", markup=False)
+        run.any_wrong = True
+    finish(run)
+    return 1 if run.any_wrong else 0
+
+
+def finish(run: Run) -> None:
+    """Writes and shows everything."""
+    machine.read_state(run.results["meta"])
+    run.results["meta"]["usable"] = all(r["usable"] for r in run.results["records"] if r["error"] is None)
+    run.results["meta"]["seconds"] = round(time.perf_counter() - run.started, 1)
+    save(run)
+    report.print_table(run.results, run.console)
+    if not run.results["meta"]["usable"]:
+        run.console.print("the machine drifted: figures in parentheses are unusable", style="bold red")
+    drawn = report.draw(run.results, run.args.out / "layer.png")
+    pictures = f" and {run.args.out / 'layer.png'}" if drawn else ""
+    run.console.print(f"wrote {run.args.out / 'layer.json'}{pictures}; {run.results['meta']['seconds']:.0f} s")
+
+
+def save(run: Run) -> None:
+    """Writes the results so far."""
+    report.write_json(run.results, run.args.out / "layer.json")
+
+
+def measure_shape(run: Run, problem: Problem, seconds: float) -> None:
+    """All routings and passes of one shape; those for which the time does not last are recorded as left out."""
+    end = time.perf_counter() + seconds
+    binds: dict[tuple[str, str], Any] = {}
+    for routing in run.args.routing:
+        tokens = make_tokens(problem, routing)
+        expected = check.expect(problem, tokens[0])
+        for pass_name in getattr(run.args, "pass"):
+            group = Group(problem, pass_name, routing)
+            programs: dict[str, Checked] = {}
+            reasons: dict[str, str] = {}
+            for name in run.args.implementations:
+                reason = IMPLEMENTATIONS[name].why_not(problem) or run.given_up.get(name)
+                if reason is None and time.perf_counter() > end:
+                    reason = "left out: no time was left for this shape"
+                if reason is None:
+                    try:
+                        programs[name] = prepare(run, group, IMPLEMENTATIONS[name], binds, tokens, expected)
+                    except check.WrongResultError as wrong:
+                        if not run.args.keep_going:
+                            raise
+                        run.any_wrong, reason = True, str(wrong)
+                    except Exception as error:
+                        reason = describe_error(error)
+                if reason is not None:
+                    reasons[name] = reason
+            measure_group(run, group, programs, reasons)
+            save(run)
+
+
+class Checked(NamedTuple):
+    """A program that may be timed, and the errors of its results by name (None: it has none to check)."""
+
+    program: Program
+    errors: dict[str, float] | None
+
+
+def prepare(
+    run: Run, group: Group, implementation: Implementation, binds: dict, tokens: list[Tokens], expected: check.Expected
+) -> Checked:
+    """Builds an implementation, unless an earlier routing has done so, and checks it."""
+    key, started = (implementation.name, group.pass_name), time.perf_counter()
+    label = f"{group.problem.shape.name} {group.pass_name} {group.routing} {implementation.name}"
+    try:
+        with time_limit(run.args.build_limit):
+            if key not in binds:
+                binds[key] = implementation.build(group.problem, group.pass_name)
+            program = binds[key](tokens)
+            errors = program.results and check.check(label, program.results(0), expected, group.problem.dtype)
+            return Checked(program, errors)
+    except TimeoutError:
+        run.given_up[implementation.name] = (
+            f"given up: {label} took over {run.args.build_limit:.0f} s to build and check"
+        )
+        raise
+    finally:
+        run.console.print(
+            f"{label}: {time.perf_counter() - started:.1f} s to build and check", style="dim", markup=False
+        )
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the body once it has taken so long; a compiler's call is let finish first."""
+
+    def expire(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def describe_error(error: Exception) -> str:
+    """Type and the first lines of its text: compilers' are long."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def measure_group(run: Run, group: Group, programs: dict[str, Checked], reasons: dict[str, str]) -> None:
+    """Times what is ready in each protocol; adds a record for each implementation, with a reason if it has no figures."""
+    limits = DRIFT_LIMITS if group.on_gpu else CPU_DRIFT_LIMITS
+    for protocol in run.args.protocol:
+        time_all = {"burst": time_bursts, "sustained": time_sustained}[protocol]
+        timed, failures = time_all(run, {name: p.program for name, p in programs.items()}, overlapped=group.on_gpu)
+        for name in run.args.implementations:
+            if name not in timed:
+                error = reasons.get(name) or failures[name]
+                run.results["records"].append(group.record(name, protocol, error=error))
+                continue
+            taken, (program, errors) = timed[name], programs[name]
+            run.results["records"].append(
+                group.record(
+                    name,
+                    protocol,
+                    **rates(taken, group.flops, run.ceiling_flops),
+                    peak_bytes=program.peak_bytes,
+                    checked=errors is not None,
+                    errors=errors,
+                    drift=taken.drift,
+                    usable=taken.drift <= limits[protocol],
+                )
+            )
+
+
+class Timed(NamedTuple):
+    """A program's launches, those of the ceiling to compare them with, and how much that moved meanwhile."""
+
+    own: measure.Timing
+    ceiling: measure.Timing
+    drift: float
+
+
+def time_bursts(run: Run, programs: dict[str, Program], *, overlapped: bool) -> tuple[dict[str, Timed], dict[str, str]]:
+    """Bursts of all programs, and of the ceiling before, after every second one and at the end; and failures.
+
+    All bursts of the ceiling together are what every program is compared with.
+    """
+    timings, failures = {}, {}
+    ceilings = [measure.burst(run.ceiling, overlapped=overlapped)] if programs else []
+    for number, (name, program) in enumerate(programs.items(), start=1):
+        try:
+            timings[name] = measure.burst(program, overlapped=overlapped)
+        except Exception as error:
+            failures[name] = describe_error(error)
+        if number % 2 == 0 or number == len(programs):
+            ceilings.append(measure.burst(run.ceiling, overlapped=overlapped))
+    return {n: Timed(own, measure.join(ceilings), measure.drift(ceilings)) for n, own in timings.items()}, failures
+
+
+def time_sustained(
+    run: Run, programs: dict[str, Program], *, overlapped: bool
+) -> tuple[dict[str, Timed], dict[str, str]]:
+    """Each program in turn with the ceiling, on a machine that stays loaded; and failures."""
+    timed, failures = {}, {}
+    if programs:
+        measure.load(run.ceiling, measure.LOAD_S, overlapped=overlapped)
+    for name, program in programs.items():
+        try:
+            own, ceiling = measure.sustained(program, run.ceiling, overlapped=overlapped)
+            timed[name] = Timed(own, ceiling, measure.trend(ceiling))
+        except Exception as error:
+            failures[name] = describe_error(error)
+    return timed, failures
+
+
+def rates(taken: Timed, work: float, ceiling_work: float) -> dict[str, float]:
+    """The measured values of a record: medians, extremes, and rates over those of the ceiling."""
+    own, ceiling = taken.own, taken.ceiling
+    return {
+        "over_c": (work / own.median) / (ceiling_work / ceiling.median),
+        "over_c_min": (work / own.least) / (ceiling_work / ceiling.least),
+        "ms": 1e3 * own.median,
+        "ms_min": 1e3 * own.least,
+        "ms_max": 1e3 * own.most,
+        "tflops": work / own.median / 1e12,
+        "c_tflops": ceiling_work / ceiling.median / 1e12,
+        "host_us": own.host_us,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""How time is taken: launches back to back or one by one, in two states of the machine, beside its ceiling.
+
+A GPU that was idle has power to spare and runs some percent faster than one that has been busy, and the two states
+differ more for one kernel than for another. So there are two protocols, and a rate is only ever compared with a
+ceiling that was measured in the same state, interleaved:
+
+* *burst*: idle, a few launches that are discarded, then the ones that count;
+* *sustained*: load first, then ceiling and program alternate.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+from benchmarks.implementations.base import Program
+
+IDLE_S = 0.3
+DISCARDED, COUNTED = 3, 6
+LOAD_S = 1.5
+RELOAD_S = 0.25  # After each other program, so that all start from the same state.
+SUSTAINED_S = 0.5
+LEAST_ROUNDS, MOST_ROUNDS = 4, 30
+LAUNCHES_AHEAD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of launches, and how long the host took to start each."""
+
+    device_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.device_s)
+
+    @property
+    def least(self) -> float:
+        return min(self.device_s)
+
+    @property
+    def most(self) -> float:
+        return max(self.device_s)
+
+    @property
+    def host_us(self) -> float:
+        """Median microseconds of the host for one launch."""
+        return 1e6 * statistics.median(self.host_s)
+
+
+def time_launches(programs: Sequence[Program], *, overlapped: bool) -> list[tuple[float, float]]:
+    """Launches the programs in order; returns each launch's (seconds on the device, seconds on the host).
+
+    ``overlapped``: a few launches are queued ahead, so that the device never waits for the host, and a launch takes
+    from the end of the one before it to its own end. What the first takes means nothing then. Otherwise, as on a CPU,
+    where launches would run beside each other, each is alone.
+    """
+    ahead = LAUNCHES_AHEAD if overlapped else 1
+    running: list[tuple[Program, object, float, float]] = []
+    taken: list[tuple[float, float]] = []
+    last_end = time.perf_counter()
+
+    def finish_oldest() -> None:
+        nonlocal last_end
+        program, handle, started, host_s = running.pop(0)
+        program.wait(handle)
+        now = time.perf_counter()
+        taken.append((now - (last_end if overlapped else started), host_s))
+        last_end = now
+
+    for number, program in enumerate(programs):
+        started = time.perf_counter()
+        handle = program.launch(number)
+        running.append((program, handle, started, time.perf_counter() - started))
+        if len(running) == ahead:
+            finish_oldest()
+    while running:
+        finish_oldest()
+    return taken
+
+
+def burst(program: Program, *, overlapped: bool) -> Timing:
+    """Six launches of a machine that was idle until three launches ago."""
+    time.sleep(IDLE_S)
+    return _timing(time_launches([program] * (DISCARDED + COUNTED), overlapped=overlapped)[DISCARDED:])
+
+
+def load(program: Program, seconds: float, *, overlapped: bool) -> None:
+    """Keeps the machine busy."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        time_launches([program] * LAUNCHES_AHEAD, overlapped=overlapped)
+
+
+def sustained(program: Program, ceiling: Program, *, overlapped: bool) -> tuple[Timing, Timing]:
+    """The program and the ceiling in turn, on a machine that is loaded already; returns their timings."""
+    load(ceiling, RELOAD_S, overlapped=overlapped)
+    trial = time_launches([ceiling, program] * 2, overlapped=overlapped)[2:]
+    rounds = min(max(LEAST_ROUNDS, round(SUSTAINED_S / sum(device for device, _ in trial))), MOST_ROUNDS)
+    taken = time_launches([ceiling, program] * (1 + rounds), overlapped=overlapped)[2:]
+    return _timing(taken[1::2]), _timing(taken[0::2])
+
+
+def join(timings: Sequence[Timing]) -> Timing:
+    """All launches of several timings as one."""
+    return Timing(
+        tuple(s for timing in timings for s in timing.device_s), tuple(s for timing in timings for s in timing.host_s)
+    )
+
+
+def drift(ceilings: Sequence[Timing]) -> float:
+    """How much the ceiling moved between bursts: largest over smallest of its minima, minus 1.
+
+    Example:
+      >>> round(drift([Timing((1.0, 1.2), (0, 0)), Timing((1.1, 1.3), (0, 0))]), 3)
+      0.1
+    """
+    fastest = [timing.least for timing in ceilings]
+    return max(fastest) / min(fastest) - 1
+
+
+def trend(ceiling: Timing) -> float:
+    """How much the ceiling moved while it alternated with a program: the ratio of its halves' medians, minus 1.
+
+    It is not compared between programs: one that draws less power leaves the ceiling more.
+    """
+    middle = len(ceiling.device_s) // 2
+    halves = statistics.median(ceiling.device_s[:middle]), statistics.median(ceiling.device_s[middle:])
+    return max(halves) / min(halves) - 1
+
+
+def _timing(taken: Sequence[tuple[float, float]]) -> Timing:
+    return Timing(tuple(device for device, _ in taken), tuple(host for _, host in taken))

@@ -1,0 +1,133 @@
+// Communication tasks, run by one warp at a time: pull rows from their source ranks into the ring, and tell source ranks
+// how many of their rows have come back. The same code in communication warps and in communication CTAs, for one GPU
+// and for many.
+#pragma once
+
+#include "cuda/progress.cuh"
+#include "moe/forward.h"
+
+namespace mok::cuda {
+
+inline constexpr int32_t kPieceBytes = 3584;  // a quarter of a row of 7168 bf16
+inline constexpr int32_t kPieces = 4;         // in flight
+
+// Shared memory of one communication warp.
+struct PullBuffer {
+  alignas(128) uint8_t pieces[kPieces][kPieceBytes];
+  uint64_t full[kPieces];
+  Task task;
+  int32_t go_on;
+};
+
+// Rows pass through shared memory in pieces: one bulk load in, one bulk store out, kPieces - 1 loads ahead.
+class Puller {
+ public:
+  __device__ explicit Puller(PullBuffer& buffer) : buffer_(buffer) {
+    if (threadIdx.x % 32 == 0) {
+      for (int32_t i = 0; i < kPieces; ++i) mbarrier_init(&buffer_.full[i], 1);
+      fence_mbarrier_init();
+    }
+    __syncwarp();
+  }
+
+  // Copies `rows` rows of row_bytes; source(row) is the address at the source, called by every lane.
+  template <class Source>
+  __device__ void copy(int32_t rows, int32_t row_bytes, uint8_t* to, const Source& source) {
+    const int32_t lane = threadIdx.x % 32;
+    const uint64_t address = lane < rows ? reinterpret_cast<uint64_t>(source(lane)) : 0;
+    const int32_t per_row = (row_bytes + kPieceBytes - 1) / kPieceBytes, items = rows * per_row;
+    const auto load = [&](int32_t item) {
+      const int32_t row = item / per_row, offset = (item - row * per_row) * kPieceBytes;
+      const uint64_t from = __shfl_sync(0xffffffff, address, row) + offset;
+      if (lane == 0) {
+        const uint32_t bytes = smaller(kPieceBytes, row_bytes - offset);
+        const uint32_t slot = (next_ + item) % kPieces;
+        mbarrier_arrive_expect(&buffer_.full[slot], bytes);
+        bulk_load(buffer_.pieces[slot], reinterpret_cast<const void*>(from), bytes, &buffer_.full[slot]);
+      }
+    };
+    for (int32_t item = 0; item < smaller(items, kPieces - 1); ++item) load(item);
+    for (int32_t item = 0; item < items; ++item) {
+      if (lane == 0) {
+        const int32_t row = item / per_row, offset = (item - row * per_row) * kPieceBytes;
+        const uint32_t slot = (next_ + item) % kPieces;
+        mbarrier_wait(&buffer_.full[slot], (next_ + item) / kPieces % 2);
+        bulk_store(to + int64_t{row} * row_bytes + offset, buffer_.pieces[slot],
+                   smaller(kPieceBytes, row_bytes - offset));
+        bulk_commit();
+        bulk_wait_read<1>();  // the piece before this one has left its slot, which the next load takes
+      }
+      __syncwarp();
+      if (item + kPieces - 1 < items) load(item + kPieces - 1);
+    }
+    if (lane == 0) bulk_wait_all();
+    next_ += items;
+  }
+
+ private:
+  PullBuffer& buffer_;
+  uint32_t next_ = 0;  // pieces so far
+};
+
+__device__ __forceinline__ void pull_rows(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
+                                          Puller& puller) {
+  const int64_t h = rank.shape.hidden;
+  const int32_t begin = t.part * static_cast<int32_t>(kPullRows);
+  const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.block) - begin));
+  const RowSource* table = rank.row_table + t.block * kRowBlock + begin;
+  bf16* to = rank.rows + (plan.ring_block(t.block) * kRowBlock + begin) * h;
+  puller.copy(rows, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), [&](int32_t i) {
+    const RowSource source = table[i];
+    return rank.in_arena<bf16>(source.rank, arena.at(arena.layout.x)) + source.slot / rank.shape.top_k * h;
+  });
+  // Padding rows are zero.
+  uint4* rest = reinterpret_cast<uint4*>(to + rows * h);
+  for (int64_t i = threadIdx.x % 32; i < (kPullRows - rows) * h / 8; i += 32) rest[i] = uint4{};
+}
+
+// Rows of a block are ordered by source rank, so the rows of each source are one run.
+__device__ __forceinline__ void notify_sources(const Rank& rank, const Plan& plan, const Task& t) {
+  const RowSource* rows = rank.row_table + t.block * kRowBlock;
+  const int32_t count = plan.real_rows(t.block);
+  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+    const int32_t source = rows[i].rank;
+    if (i > 0 && rows[i - 1].rank == source) continue;
+    int32_t end = i + 1;
+    while (end < count && rows[end].rank == source) ++end;
+    add_release_sys(&rank.arena_header(source).arrived, end - i);
+  }
+}
+
+// One communication worker: claims tasks of the communication list until it is done or the call has failed.
+__device__ __forceinline__ void communicate(const Rank& rank, const Plan& plan, const TaskList& list, PullBuffer& buffer) {
+  const DeviceArena arena(rank.shape);
+  const CounterMap map(plan);
+  int32_t* counters = rank.in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
+  Puller puller(buffer);
+  const int32_t lane = threadIdx.x % 32;
+  while (true) {
+    if (lane == 0) {
+      const int64_t ticket =
+          atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().communication_ticket), 1ull);
+      buffer.go_on = ticket < list.tasks;
+      if (buffer.go_on) {
+        buffer.task = forward_task(plan, list, ticket);
+        buffer.go_on = wait_for_task(rank, map, counters, buffer.task);
+      }
+    }
+    __syncwarp();
+    if (!buffer.go_on) return;
+    const Task& task = buffer.task;
+    if (task.kind == TaskKind::pull_rows) {
+      pull_rows(rank, plan, arena, task, puller);
+      fence_proxy_async();  // both proxies' writes, before they are released
+      __syncwarp();
+      if (lane == 0) add_release_gpu(counters + task.signals[0], 1);
+    } else {
+      notify_sources(rank, plan, task);
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace mok::cuda

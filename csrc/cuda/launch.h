@@ -1,0 +1,48 @@
+// The host's side of a call on a GPU: memory that outlives calls, tensor maps, and the two launches of the forward.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <optional>
+#include <string>
+
+#include "cuda/params.h"
+
+namespace mok::cuda {
+
+// Pointers of `ranks_here` ranks, one after the other in every array.
+struct ForwardCall {
+  Shape shape;  // of each rank; shape.rank is that of the first
+  Save save;
+  float activation_limit;
+  double timeout_s, entry_timeout_s;
+  int32_t ranks_here;  // 1, or shape.ranks: virtual ranks
+  int32_t communication_ctas, reserved_sms;
+
+  const bf16* x;
+  const int32_t* expert_ids;
+  const float* expert_weights;
+  const bf16 *wi_0, *wi_1, *wo;
+
+  bf16* y;
+  RowSource* row_table;
+  int32_t* expert_rows;
+  int32_t* bad_tokens;
+  bf16* pre_activations;  // or null
+  bf16* rows;
+  bf16* hidden;
+  uint8_t* workspace;
+};
+
+// Makes what launches need on the current device: arenas for this shape, and every kernel loaded. May allocate and
+// synchronise; must have run once before launch_forward. Both return what went wrong, or nothing.
+std::optional<std::string> prepare(const Shape& shape, int32_t ranks_here);
+
+// Only enqueues: memory set, schedule kernel, layer kernel. With virtual ranks it copies from host memory too, which is
+// not for graphs.
+std::optional<std::string> launch_forward(const ForwardCall& call, cudaStream_t stream);
+
+// What the device has reported of an earlier call, if anything. Reads host memory only.
+std::optional<std::string> failure_text();
+
+}  // namespace mok::cuda

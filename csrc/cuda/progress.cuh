@@ -1,0 +1,58 @@
+// Waits on other CTAs and other ranks: bounded, cancellable, and polled with back-off by one lane.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/ptx.cuh"
+
+namespace mok::cuda {
+
+// Records the first failure of the device: for every waiter here, and for the host.
+inline __device__ __noinline__ void fail(const Rank& rank, int32_t code, int32_t task, int32_t counter) {
+  Failure& failure = rank.arena_header(rank.shape.rank).failure;
+  if (atomicCAS(&failure.code, 0, code) != 0) return;
+  rank.host_failure->rank = static_cast<int32_t>(rank.shape.rank);
+  rank.host_failure->task = task;
+  rank.host_failure->counter = counter;
+  __threadfence_system();
+  *reinterpret_cast<volatile int32_t*>(&rank.host_failure->code) = code;
+}
+
+__device__ __forceinline__ bool failed(const Rank& rank) {
+  return load_relaxed_sys(&rank.arena_header(rank.shape.rank).failure.code) != 0;
+}
+
+// Until ready(); false: out of time (reported), or the call has failed elsewhere.
+template <class Ready>
+__device__ __forceinline__ bool wait_until(const Rank& rank, int64_t limit_ns, int32_t code, int32_t task,
+                                           int32_t counter, const Ready& ready) {
+  if (ready()) return true;
+  const uint64_t begin = nanoseconds();
+  for (int32_t polls = 1;; ++polls) {
+    __nanosleep(32);
+    if (ready()) return true;
+    if (polls % 256) continue;
+    if (failed(rank)) return false;
+    if (nanoseconds() - begin > static_cast<uint64_t>(limit_ns)) {
+      fail(rank, code, task, counter);
+      return false;
+    }
+  }
+}
+
+// Everything that a task waits for, acquired for the generic and the asynchronous proxy.
+__device__ __forceinline__ bool wait_for_task(const Rank& rank, const CounterMap& map, const int32_t* counters,
+                                              const Task& task) {
+  for (int32_t i = 0; i < task.wait_count; ++i) {
+    const Wait wait = task.waits[i];
+    const ArenaHeader& arena = rank.arena_header(rank.shape.rank);
+    const bool ready = wait_until(rank, rank.timeout_ns, 1, static_cast<int32_t>(task.kind), wait.counter, [&] {
+      if (wait.counter != map.arrived()) return load_acquire_gpu(counters + wait.counter) >= wait.target;
+      return load_acquire_sys(&arena.arrived) - arena.arrived_before >= wait.target;
+    });
+    if (!ready) return false;
+  }
+  fence_proxy_async();
+  return true;
+}
+
+}  // namespace mok::cuda

@@ -1,0 +1,72 @@
+// The final reduce: y[t] = sum over k, ascending, of weight * slot in f32, rounded once. Empty slots are skipped; rows of
+// bad tokens are NaN.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/ptx.cuh"
+
+namespace mok::cuda {
+
+struct Float8 {
+  float v[8];
+
+  __device__ __forceinline__ void add_scaled(const uint4& packed, float scale) {
+    const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&packed);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 f = __bfloat1622float2(pairs[i]);
+      v[2 * i] = __fmaf_rn(scale, f.x, v[2 * i]);
+      v[2 * i + 1] = __fmaf_rn(scale, f.y, v[2 * i + 1]);
+    }
+  }
+  __device__ __forceinline__ uint4 rounded() const {
+    uint4 packed;
+    __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+    return packed;
+  }
+};
+
+// Tokens [block * kReduceTokens, ...), by `warps` warps of which this is number `warp`. Each lane owns 8 columns at a
+// time and has all of a token's slots in flight.
+__device__ __forceinline__ void reduce_tokens(const Rank& rank, const DeviceArena& arena, int64_t call, int32_t block,
+                                              int32_t warp, int32_t warps) {
+  constexpr int32_t kInFlight = 4;  // slots that a lane loads before it adds them
+  const Shape& s = rank.shape;
+  const int64_t h = s.hidden, end = smaller((block + 1) * kReduceTokens, s.tokens);
+  const int32_t k_count = static_cast<int32_t>(s.top_k);
+  const bf16* slots = rank.in_arena<bf16>(s.rank, arena.at(arena.layout.slots));
+  const int32_t* ids = rank.in_arena<int32_t>(s.rank, arena.expert_ids(call));
+  const uint8_t* bad = rank.in_workspace<uint8_t>(WorkspaceLayout(s).bad);
+  for (int64_t token = block * kReduceTokens + warp; token < end; token += warps) {
+    const bf16* from = slots + token * k_count * h;
+    const float start = bad[token] ? __int_as_float(0x7fffffff) : 0.f;
+    for (int64_t column = threadIdx.x % 32 * 8; column < h; column += 32 * 8) {
+      Float8 sum;
+#pragma unroll
+      for (float& v : sum.v) v = start;
+      for (int32_t k = 0; k < k_count; k += kInFlight) {
+        uint4 packed[kInFlight];
+        float weight[kInFlight];
+        bool used[kInFlight];
+#pragma unroll
+        for (int32_t i = 0; i < kInFlight; ++i) {
+          const int64_t slot = token * k_count + k + i;
+          used[i] = k + i < k_count && ids[slot] >= 0;
+          if (used[i]) {
+            packed[i] = load_uncached(from + (k + i) * h + column);
+            weight[i] = rank.expert_weights[slot];
+          }
+        }
+#pragma unroll
+        for (int32_t i = 0; i < kInFlight; ++i) {
+          if (used[i]) sum.add_scaled(packed[i], weight[i]);
+        }
+      }
+      *reinterpret_cast<uint4*>(rank.y + token * h + column) = sum.rounded();
+    }
+  }
+}
+
+}  // namespace mok::cuda

@@ -1,0 +1,229 @@
+// The schedule kernel of the forward: fills the rank's arena, meets the other ranks, and builds the row table, the
+// macrobatches and the task lists, bit for bit those of csrc/moe. The host learns nothing and waits for nothing.
+#include "cuda/kernels.h"
+#include "cuda/progress.cuh"
+#include "moe/forward.h"
+
+namespace mok::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+// One CTA of those that schedule one rank.
+struct Block {
+  const Rank& rank;
+  const DeviceArena arena;
+  const WorkspaceLayout layout;
+  const int32_t index, count;
+  const int64_t call;
+
+  __device__ Block(const Rank& r, int32_t index, int32_t count)
+      : rank(r), arena(r.shape), layout(r.shape), index(index), count(count),
+        call(r.arena_header(r.shape.rank).call + 1) {}
+
+  // All CTAs of the rank; their earlier writes are visible afterwards. False: failed.
+  __device__ bool barrier(int32_t number) {
+    __threadfence();
+    __syncthreads();
+    bool passed = true;
+    if (threadIdx.x == 0) {
+      int32_t* arrived = &rank.header().barrier;
+      add_release_gpu(arrived, 1);
+      passed = wait_until(rank, rank.timeout_ns, 1, -1, -1, [&] { return load_acquire_gpu(arrived) >= number * count; });
+    }
+    return __syncthreads_and(passed);
+  }
+};
+
+// What peers will read: x, router weights, clean expert ids. Counts the rank's own slots and bad tokens.
+__device__ void fill_arena(Block& b) {
+  const Rank& rank = b.rank;
+  const Shape& s = rank.shape;
+  const int64_t first = int64_t{b.index} * kThreads + threadIdx.x, step = int64_t{b.count} * kThreads;
+  const uint4* x = reinterpret_cast<const uint4*>(rank.x);
+  uint4* staged = rank.in_arena<uint4>(s.rank, b.arena.at(b.arena.layout.x));
+  for (int64_t i = first; i < s.tokens * s.hidden / 8; i += step) staged[i] = x[i];
+  float* weights = rank.in_arena<float>(s.rank, b.arena.at(b.arena.layout.weights));
+  for (int64_t i = first; i < s.slots(); i += step) weights[i] = rank.expert_weights[i];
+
+  int32_t* clean = rank.in_arena<int32_t>(s.rank, b.arena.expert_ids(b.call));
+  uint8_t* bad = rank.in_workspace<uint8_t>(b.layout.bad);
+  int32_t valid_slots = 0, bad_tokens = 0;
+  for (int64_t t = first; t < s.tokens; t += step) {
+    Shape one = s;
+    one.tokens = 1;
+    const int64_t slot = t * s.top_k;
+    bad_tokens += clean_expert_ids(one, rank.expert_ids + slot, clean + slot, bad + t);
+    for (int64_t k = 0; k < s.top_k; ++k) valid_slots += clean[slot + k] >= 0;
+  }
+  if (valid_slots) atomicAdd(&rank.header().valid_slots, valid_slots);
+  if (bad_tokens) atomicAdd(&rank.header().bad_tokens, bad_tokens);
+}
+
+// Tells every rank that this one has begun the call, and waits until all have.
+__device__ bool meet(Block& b) {
+  const Rank& rank = b.rank;
+  ArenaHeader& mine = rank.arena_header(rank.shape.rank);
+  bool here = true;
+  const int64_t peer = threadIdx.x;
+  if (peer < rank.shape.ranks) {
+    if (b.index == 0) store_release_sys(&rank.arena_header(peer).entered[rank.shape.rank], b.call);
+    here = wait_until(rank, rank.entry_timeout_ns, 2, -1, static_cast<int32_t>(peer),
+                      [&] { return load_acquire_sys(&mine.entered[peer]) >= b.call; });
+  }
+  return __syncthreads_and(here);
+}
+
+// A warp's share of all ranks' slots, in canonical order. visit(local expert or -1, rank, slot) by whole warps.
+template <class Visit>
+__device__ void for_each_slot(const Block& b, const Visit& visit) {
+  const Shape& s = b.rank.shape;
+  const int32_t slots = static_cast<int32_t>(s.slots()), total = static_cast<int32_t>(s.ranks) * slots;
+  const int32_t warps = b.count * kWarps, warp = b.index * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t share = static_cast<int32_t>(round_up(ceil_div(total, warps), 32));
+  const int64_t begin = int64_t{warp} * share, end = smaller<int64_t>(begin + share, total);
+  const int32_t first_expert = static_cast<int32_t>(s.rank * s.local_experts);
+  for (int64_t i = begin + threadIdx.x % 32; i - threadIdx.x % 32 < end; i += 32) {
+    int32_t expert = -1, rank = 0, slot = 0;
+    if (i < end) {
+      rank = static_cast<int32_t>(i) / slots;
+      slot = static_cast<int32_t>(i) % slots;
+      expert = load_relaxed_sys(b.rank.in_arena<int32_t>(rank, b.arena.expert_ids(b.call)) + slot) - first_expert;
+      if (expert < 0 || expert >= s.local_experts) expert = -1;
+    }
+    visit(expert, rank, slot);
+  }
+}
+
+// Shared tables of a CTA: [kWarps][experts] of next rows (first counts), [experts + 1] of first row blocks, [experts]
+// of rows.
+struct Tables {
+  int32_t experts;
+  int32_t *next, *expert_block, *expert_rows;
+
+  __device__ explicit Tables(int32_t experts, int32_t* memory)
+      : experts(experts), next(memory), expert_block(next + kWarps * experts), expert_rows(expert_block + experts + 1) {}
+  __device__ int32_t* warp_next() const { return next + threadIdx.x / 32 * experts; }
+};
+
+__device__ void count_slots(const Block& b, const Tables& t) {
+  for (int32_t i = threadIdx.x; i < kWarps * t.experts; i += kThreads) t.next[i] = 0;
+  __syncthreads();
+  int32_t* mine = t.warp_next();
+  for_each_slot(b, [&](int32_t expert, int32_t, int32_t) {
+    if (expert >= 0) atomicAdd(mine + expert, 1);
+  });
+  __syncthreads();
+  int32_t* histogram = b.rank.in_workspace<int32_t>(b.layout.histogram) + int64_t{b.index} * t.experts;
+  for (int32_t e = threadIdx.x; e < t.experts; e += kThreads) {
+    int32_t sum = 0;
+    for (int32_t w = 0; w < kWarps; ++w) sum += t.next[w * t.experts + e];
+    histogram[e] = sum;
+  }
+}
+
+// From all CTAs' histograms: rows and first block of every expert, and where each warp of this CTA begins to write.
+__device__ void place_experts(const Block& b, const Tables& t) {
+  const int32_t* histogram = b.rank.in_workspace<int32_t>(b.layout.histogram);
+  for (int32_t e = threadIdx.x; e < t.experts; e += kThreads) {
+    int32_t total = 0, before = 0;
+    for (int32_t other = 0; other < b.count; ++other) {
+      const int32_t rows = __ldcg(histogram + int64_t{other} * t.experts + e);
+      total += rows;
+      if (other < b.index) before += rows;
+    }
+    t.expert_rows[e] = total;
+    for (int32_t w = 0; w < kWarps; ++w) {
+      const int32_t rows = t.next[w * t.experts + e];
+      t.next[w * t.experts + e] = before;
+      before += rows;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    t.expert_block[0] = 0;
+    for (int32_t e = 0; e < t.experts; ++e) {
+      t.expert_block[e + 1] = t.expert_block[e] + static_cast<int32_t>(ceil_div(t.expert_rows[e], kRowBlock));
+    }
+  }
+  __syncthreads();
+}
+
+__device__ void write_rows(const Block& b, const Tables& t) {
+  RowSource* rows = b.rank.row_table;
+  int32_t* next = t.warp_next();
+  for_each_slot(b, [&](int32_t expert, int32_t rank, int32_t slot) {
+    const uint32_t same = __match_any_sync(0xffffffff, expert);
+    const int32_t lane = threadIdx.x % 32, order = __popc(same & ((1u << lane) - 1));
+    if (expert >= 0) rows[t.expert_block[expert] * kRowBlock + next[expert] + order] = {rank, slot};
+    __syncwarp();
+    if (expert >= 0 && order == 0) next[expert] += __popc(same);
+    __syncwarp();
+  });
+  for (int32_t e = b.index; e < t.experts; e += b.count) {
+    const int64_t end = t.expert_block[e + 1] * kRowBlock;
+    for (int64_t row = t.expert_block[e] * kRowBlock + t.expert_rows[e] + threadIdx.x; row < end; row += kThreads) {
+      rows[row] = {-1, -1};
+    }
+  }
+}
+
+// One CTA writes what the layer's kernel runs by.
+__device__ void write_schedule(const Block& b, const Tables& t) {
+  const Rank& rank = b.rank;
+  const Shape& s = rank.shape;
+  int32_t* expert_block = rank.in_workspace<int32_t>(b.layout.expert_block);
+  for (int32_t e = threadIdx.x; e <= t.experts; e += kThreads) {
+    expert_block[e] = t.expert_block[e];
+    if (e < t.experts) rank.expert_rows[e] = t.expert_rows[e];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  *rank.bad_tokens = rank.header().bad_tokens;
+  int32_t* macro_block = rank.in_workspace<int32_t>(b.layout.macro_block);
+  Schedule& schedule = *rank.in_workspace<Schedule>(b.layout.schedule);
+  Plan& p = schedule.plan;
+  p.tiles = rank.tiles;
+  p.save = rank.save;
+  p.rank = static_cast<int32_t>(s.rank);
+  p.ranks = static_cast<int32_t>(s.ranks);
+  p.experts = t.experts;
+  p.ring_blocks = static_cast<int32_t>(s.ring_rows / kRowBlock);
+  p.minibatch_blocks = static_cast<int32_t>(s.minibatch_rows / kRowBlock);
+  p.macrobatches = cut_macrobatches(t.expert_block, t.experts, p.ring_blocks, macro_block);
+  p.token_blocks = static_cast<int32_t>(ceil_div(s.tokens, kReduceTokens));
+  p.valid_slots = rank.header().valid_slots;
+  p.expert_rows = rank.expert_rows;
+  p.expert_block = expert_block;
+  p.macro_block = macro_block;
+  TaskList communication{rank.in_workspace<Segment>(b.layout.communication)};
+  TaskList compute{rank.in_workspace<Segment>(b.layout.compute)};
+  forward_communication(p, communication);
+  forward_compute(p, compute);
+  schedule.communication = communication;
+  schedule.compute = compute;
+}
+
+__global__ void __launch_bounds__(kThreads) schedule_forward(const __grid_constant__ Launch launch) {
+  extern __shared__ int32_t memory[];
+  const int32_t ranks = launch.ranks_here, here = static_cast<int32_t>(blockIdx.x) % ranks;
+  Block b(launch.rank(here), static_cast<int32_t>(blockIdx.x) / ranks, static_cast<int32_t>(gridDim.x) / ranks);
+  const Tables t(static_cast<int32_t>(b.rank.shape.local_experts), memory);
+  if (failed(b.rank)) return;
+  fill_arena(b);
+  if (!b.barrier(1) || !meet(b)) return;
+  count_slots(b, t);
+  if (!b.barrier(2)) return;
+  place_experts(b, t);
+  write_rows(b, t);
+  if (b.index == 0) write_schedule(b, t);
+}
+
+}  // namespace
+
+const void* schedule_forward_kernel() { return reinterpret_cast<const void*>(schedule_forward); }
+
+int64_t schedule_shared_bytes(const Shape& s) { return 4 * (kWarps * s.local_experts + 2 * s.local_experts + 1); }
+int32_t schedule_threads() { return kThreads; }
+
+}  // namespace mok::cuda

@@ -1,0 +1,169 @@
+// The matrix product of one tile on Hopper: 128 rows x 256 columns, K in steps of 64, a ring of stages between the
+// producer and two math warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warps.
+#pragma once
+
+#include "cuda/sm90/wgmma.cuh"
+#include "moe/shape.h"
+
+namespace mok::cuda::sm90 {
+
+inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kTileDepth = 64, kGroupRows = 64;
+inline constexpr int32_t kAccumulators = 128;   // a thread: 64 x 256 over 128 threads
+inline constexpr int32_t kBoxColumns = 64;      // 128 bytes, the swizzle's width
+inline constexpr int32_t kBoxBytes = kTileDepth * kBoxColumns * 2;
+inline constexpr int32_t kLeftBytes = static_cast<int32_t>(kRowBlock) * kTileDepth * 2;
+inline constexpr int32_t kRightBytes = kTileColumns * kTileDepth * 2;
+inline constexpr int32_t kStageBytes = kLeftBytes + kRightBytes;
+inline constexpr int32_t kStages = 3;
+inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
+inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
+
+struct TileMemory {
+  alignas(1024) uint8_t stages[kStages][kStageBytes];
+  alignas(128) uint8_t staging[2][kGroupRows * kStagingPitch];
+  uint64_t stage_full[kStages], stage_empty[kStages];
+  uint64_t staging_full[2], staging_empty[2];
+
+  __device__ void initialise() {
+    for (int32_t i = 0; i < kStages; ++i) {
+      mbarrier_init(&stage_full[i], 1);
+      mbarrier_init(&stage_empty[i], 8);  // one arrival a math warp
+    }
+    for (int32_t i = 0; i < 2; ++i) {
+      mbarrier_init(&staging_full[i], 128);
+      mbarrier_init(&staging_empty[i], 1);
+    }
+  }
+};
+
+// A side's position in the ring of stages.
+class Stages {
+ public:
+  // Producer: waits until the stage is free, and announces its bytes.
+  __device__ __forceinline__ uint8_t* acquire(TileMemory& m) {
+    mbarrier_wait(&m.stage_empty[slot_], parity_ ^ 1);
+    mbarrier_arrive_expect(&m.stage_full[slot_], kStageBytes);
+    return m.stages[slot_];
+  }
+  __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[slot_]; }
+  // Math: waits until the stage is loaded.
+  __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
+    mbarrier_wait(&m.stage_full[slot_], parity_);
+    return shared_address(m.stages[slot_]);
+  }
+  __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[slot_]; }
+  __device__ __forceinline__ void advance() {
+    if (++slot_ == kStages) {
+      slot_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  int32_t slot_ = 0;
+  uint32_t parity_ = 0;
+};
+
+// Which dimension of the operands is contiguous: K, or (transposed) the other one.
+enum class Layout { activations_weights, activations_weights_k, both_transposed };
+
+// One stage: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; without `accumulate` the sum begins anew.
+template <Layout layout>
+__device__ __forceinline__ void multiply_stage(float (&acc)[kAccumulators], uint32_t stage, int32_t group,
+                                               bool accumulate) {
+  constexpr bool kLeftTransposed = layout == Layout::both_transposed;
+  constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
+  // Either way a warpgroup's part of the left operand is 8,192 bytes.
+  const uint32_t left_address = stage + group * kBoxBytes, right_address = stage + kLeftBytes;
+  const uint64_t left = kLeftTransposed ? mn_major(left_address) : k_major(left_address);
+  const uint64_t right = kRightTransposed ? mn_major(right_address) : k_major(right_address);
+  wgmma_fence();
+#pragma unroll
+  for (int32_t k = 0; k < kTileDepth / 16; ++k) {
+    wgmma_64x256x16<kLeftTransposed, kRightTransposed>(acc, left + k * (kLeftTransposed ? kMnMajorStep : kKMajorStep),
+                                                       right + k * (kRightTransposed ? kMnMajorStep : kKMajorStep),
+                                                       accumulate || k > 0);
+  }
+  wgmma_commit();
+}
+
+// acc = (accumulate ? acc : 0) + the product over `steps` stages. A stage is given back when the next one's products are
+// under way.
+template <Layout layout>
+__device__ __forceinline__ void multiply(float (&acc)[kAccumulators], TileMemory& m, int32_t group, int32_t steps,
+                                         bool accumulate, Stages& stages) {
+  const bool elected = threadIdx.x % 32 == 0;
+  multiply_stage<layout>(acc, stages.wait_full(m), group, accumulate);
+  uint64_t* previous = stages.empty(m);
+  stages.advance();
+  for (int32_t step = 1; step < steps; ++step) {
+    multiply_stage<layout>(acc, stages.wait_full(m), group, true);
+    wgmma_wait<1>();
+    if (elected) mbarrier_arrive(previous);
+    previous = stages.empty(m);
+    stages.advance();
+  }
+  wgmma_wait<0>();
+  if (elected) mbarrier_arrive(previous);
+}
+
+// A warpgroup's side of its staging area: 64 rows of up to 256 bf16.
+class Staging {
+ public:
+  __device__ Staging(TileMemory& m, int32_t group)
+      : full_(&m.staging_full[group]), empty_(&m.staging_empty[group]) {
+    // stmatrix: lane l gives the row of 8 columns at which matrix l / 8 has its row l % 8.
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, column = lane / 16 * 8;
+    address_ = shared_address(m.staging[group]) + row * kStagingPitch + column * 2;
+  }
+  __device__ __forceinline__ void acquire() { mbarrier_wait(empty_, parity_ ^ 1); }
+  // 16 columns, from 16 * i on, in the order of the accumulators.
+  __device__ __forceinline__ void write(int32_t i, float a0, float a1, float a2, float a3, float a4, float a5, float a6,
+                                        float a7) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address_ + i * 32),
+                 "r"(pack(a0, a1)), "r"(pack(a2, a3)), "r"(pack(a4, a5)), "r"(pack(a6, a7))
+                 : "memory");
+  }
+  __device__ __forceinline__ void release() {
+    fence_proxy_async_shared();
+    mbarrier_arrive(full_);
+    parity_ ^= 1;
+  }
+
+ private:
+  __device__ static __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+
+  uint64_t *full_, *empty_;
+  uint32_t address_, parity_ = 0;
+};
+
+// The store warp's side.
+class StoreSide {
+ public:
+  __device__ StoreSide(TileMemory& m, int32_t group)
+      : full_(&m.staging_full[group]), empty_(&m.staging_empty[group]), data_(m.staging[group]) {}
+  __device__ __forceinline__ const uint8_t* acquire() {
+    mbarrier_wait(full_, parity_);
+    return data_;
+  }
+  // After this warp's bulk stores from the area have been issued.
+  __device__ __forceinline__ void release() {
+    bulk_commit();
+    bulk_wait_read<0>();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_);
+    parity_ ^= 1;
+  }
+
+ private:
+  uint64_t *full_, *empty_;
+  const uint8_t* data_;
+  uint32_t parity_ = 0;
+};
+
+}  // namespace mok::cuda::sm90

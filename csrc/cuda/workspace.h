@@ -1,0 +1,90 @@
+// Device memory of one call of one rank besides its results: what the schedule kernel hands to the layer's kernel. And
+// the arena's header, the words through which ranks meet.
+#pragma once
+
+#include "moe/arena.h"
+#include "moe/program.h"
+
+namespace mok::cuda {
+
+inline constexpr int64_t kMaxRanks = 72;
+inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kernel of one rank
+
+// Why a call ended early; all zero while nothing has.
+struct Failure {
+  int32_t code;     // 1: a wait inside the call ran out of time; 2: a peer did not start the call
+  int32_t rank;
+  int32_t task;     // TaskKind, or -1
+  int32_t counter;  // which one was too low; of code 2 the peer
+};
+
+// At the begin of every rank's arena. Call numbers and counts only grow, over all calls.
+struct ArenaHeader {
+  int64_t call;                // calls that this rank has finished
+  int64_t arrived;             // rows that have come back, in all calls; peers add to it
+  int64_t arrived_before;      // the same, when the rank's current call began
+  int64_t entered[kMaxRanks];  // by peer: the last call that it has begun
+  Failure failure;             // sticky
+};
+inline constexpr int64_t kHeaderBytes = 4096;
+static_assert(sizeof(ArenaHeader) <= kHeaderBytes);
+
+// The arena on a GPU: header, the common layout, and a second buffer of expert ids, since no completion implies that
+// peers have read the first.
+struct DeviceArena {
+  ArenaLayout layout;
+  int64_t bytes;
+
+  MOK_FN explicit DeviceArena(const Shape& s) : layout(s, 2) {
+    bytes = kHeaderBytes + layout.bytes + round_up(s.slots() * 4, ArenaLayout::kAlignment);
+  }
+  MOK_FN int64_t at(int64_t offset) const { return kHeaderBytes + offset; }
+  MOK_FN int64_t expert_ids(int64_t call) const { return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids); }
+};
+
+// What the schedule kernel decides.
+struct Schedule {
+  Plan plan;
+  TaskList communication, compute;
+};
+
+// Zero when a call begins.
+struct WorkspaceHeader {
+  int64_t communication_ticket, compute_ticket;
+  int32_t barrier;             // of the schedule kernel's CTAs
+  int32_t valid_slots, bad_tokens;
+  int32_t arrivals, departures;  // of the layer kernel's CTAs
+};
+
+struct WorkspaceLayout {
+  int64_t counters;  // int32, as CounterMap places them
+  int64_t zeroed;    // bytes from the begin that must be zero
+  int64_t schedule, expert_block, macro_block, communication, compute, bad, histogram;
+  int64_t bytes;
+
+  // Depends on the shape, its ring included, but not on the minibatch: arrays are sized before that is chosen.
+  MOK_FN explicit WorkspaceLayout(Shape s) {
+    s.minibatch_rows = kRowBlock;
+    bytes = 0;
+    take(sizeof(WorkspaceHeader));
+    const int64_t pieces = max_macrobatches(s) + s.local_experts;
+    counters = take(4 * (kBlockFamilies * (max_rows(s) / kRowBlock) + kPieceFamilies * pieces + 1));
+    zeroed = bytes;
+    schedule = take(sizeof(Schedule));
+    expert_block = take(4 * (s.local_experts + 1));
+    macro_block = take(4 * (max_macrobatches(s) + 1));
+    communication = take(max_segments(s) * static_cast<int64_t>(sizeof(Segment)));
+    compute = take(max_segments(s) * static_cast<int64_t>(sizeof(Segment)));
+    bad = take(s.tokens);
+    histogram = take(4 * kMaxScheduleBlocks * s.local_experts);
+  }
+
+ private:
+  MOK_FN int64_t take(int64_t size) {
+    const int64_t at = bytes;
+    bytes += round_up(size, 256);
+    return at;
+  }
+};
+
+}  // namespace mok::cuda

@@ -1,0 +1,205 @@
+// Answers questions about csrc/moe over a pipe, for tests in Python: one question a line, words apart by spaces, and
+// one line of JSON back. Shapes are `ranks tokens top_k local_experts ring_blocks minibatch_blocks`; tiles are `gate_up
+// down hidden_grad row_grad weight_grad`; a direction is 0 forward, 1 backward; ids are of all ranks in turn.
+//
+//   enumerate direction save SHAPE TILES shared communication_workers compute_workers seed IDS
+//   mutate    direction save SHAPE TILES IDS
+//   rows      rank SHAPE IDS                  -> the row table of a rank
+//   macrobatches ring_blocks EXPERT_BLOCKS    -> where they are cut
+//   bounds    SHAPE                           -> what is known before any token is routed
+//   arena     SHAPE hidden item_bytes         -> byte offsets
+//   ticket    direction communication ticket TILES ring_blocks minibatch_blocks EXPERT_ROWS -> one task of one rank
+#include <iostream>
+#include <iterator>
+#include <sstream>
+
+#include "moe/arena.h"
+#include "verify/mutate.h"
+#include "verify/order.h"
+
+namespace mok::verify {
+namespace {
+
+int64_t next(std::istream& in) {
+  int64_t value = 0;
+  in >> value;
+  return value;
+}
+int32_t next_int(std::istream& in) { return static_cast<int32_t>(next(in)); }
+
+std::vector<int32_t> rest(std::istream& in) { return {std::istream_iterator<int32_t>(in), {}}; }
+
+Shape read_shape(std::istream& in) {
+  Shape s{};
+  s.ranks = next(in);
+  s.tokens = next(in);
+  s.top_k = next(in);
+  s.local_experts = next(in);
+  s.ring_rows = next(in) * kRowBlock;
+  s.minibatch_rows = next(in) * kRowBlock;
+  s.hidden = s.intermediate = 1;
+  return s;
+}
+
+TileCounts read_tiles(std::istream& in) {
+  TileCounts tiles{};
+  for (int32_t* count : {&tiles.gate_up, &tiles.down, &tiles.hidden_grad, &tiles.row_grad, &tiles.weight_grad}) {
+    *count = next_int(in);
+  }
+  return tiles;
+}
+
+Case read_case(std::istream& in) {
+  Case c{};
+  c.direction = static_cast<Direction>(next(in));
+  c.save = static_cast<Save>(next(in));
+  c.shape = read_shape(in);
+  c.tiles = read_tiles(in);
+  return c;
+}
+
+template <class Values>
+std::string list_of(const Values& values) {
+  std::string text = "[";
+  for (const auto& value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
+  return text + "]";
+}
+std::string quoted(const std::string& text) { return "\"" + text + "\""; }
+
+// The hardest machine and the one that the case names; then everything that can be said about the order.
+std::string find_error(const JointProgram& program, const Machine& machine) {
+  if (const std::string wrong = program.find_wrong_task(); !wrong.empty()) return wrong;
+  const Run hardest = run(program, {machine.shared, 1, 1, machine.seed});
+  for (const Run& r : {hardest, run(program, machine)}) {
+    if (!r.deadlock.empty()) return "deadlock: " + r.deadlock;
+    if (r.order.size() != program.nodes().size()) return "a list ended early";
+  }
+  const Accesses accesses(program);
+  if (const std::string wrong = accesses.find_wrong_result(); !wrong.empty()) return wrong;
+  return accesses.find_conflict(HappensBefore(program, hardest.order), hardest.order);
+}
+
+std::string enumerate(std::istream& in) {
+  Case c = read_case(in);
+  Machine machine;
+  machine.shared = next(in) != 0;
+  machine.communication_workers = next_int(in);
+  machine.compute_workers = next_int(in);
+  machine.seed = static_cast<uint64_t>(next(in));
+  c.ids = rest(in);
+  const JointProgram program(c);
+  int32_t macrobatches = 0;
+  for (const auto& r : program.ranks()) macrobatches = larger(macrobatches, r->plan.macrobatches);
+  return "{\"tasks\": " + std::to_string(program.nodes().size()) +
+         ", \"macrobatches\": " + std::to_string(macrobatches) +
+         ", \"error\": " + quoted(find_error(program, machine)) + "}";
+}
+
+std::string mutate(std::istream& in) {
+  Case c = read_case(in);
+  c.ids = rest(in);
+  JointProgram program(c);
+  std::string text;
+  for (const auto& [rule, tally] : try_mutations(program)) {
+    text += (text.empty() ? "" : ", ") + quoted(rule) + ": {\"caught\": " + std::to_string(tally.caught) +
+            ", \"implied\": " + std::to_string(tally.implied) + ", \"unchanged\": " + std::to_string(tally.unchanged) +
+            ", \"unread\": " + std::to_string(tally.unread) + ", \"missed\": " + std::to_string(tally.missed) + "}";
+  }
+  return "{" + text + "}";
+}
+
+std::string rows(std::istream& in) {
+  const int64_t rank = next(in);
+  Case c{};
+  c.shape = read_shape(in);
+  c.ids = rest(in);
+  const JointProgram program(c);
+  const RankPlan& r = *program.ranks()[rank];
+  std::vector<int32_t> ranks, slots;
+  for (const RowSource& row : r.rows) {
+    ranks.push_back(row.rank);
+    slots.push_back(row.slot);
+  }
+  return "{\"row_rank\": " + list_of(ranks) + ", \"row_slot\": " + list_of(slots) +
+         ", \"expert_rows\": " + list_of(r.expert_rows) + ", \"expert_block\": " + list_of(r.expert_block) +
+         ", \"valid_slots\": " + std::to_string(r.plan.valid_slots) + "}";
+}
+
+std::vector<int32_t> cuts_of(const std::vector<int32_t>& expert_block, int32_t ring_blocks) {
+  std::vector<int32_t> cuts(2 * (expert_block.back() / ring_blocks) + 2);
+  const int32_t experts = static_cast<int32_t>(expert_block.size()) - 1;
+  cuts.resize(cut_macrobatches(expert_block.data(), experts, ring_blocks, cuts.data()) + 1);
+  return cuts;
+}
+
+std::string macrobatches(std::istream& in) {
+  const int32_t ring_blocks = next_int(in);
+  return list_of(cuts_of(rest(in), ring_blocks));
+}
+
+std::string bounds(std::istream& in) {
+  const Shape s = read_shape(in);
+  return "{\"max_rows\": " + std::to_string(max_rows(s)) +
+         ", \"default_ring_rows\": " + std::to_string(default_ring_rows(s)) +
+         ", \"max_macrobatches\": " + std::to_string(max_macrobatches(s)) + "}";
+}
+
+std::string arena(std::istream& in) {
+  Shape s = read_shape(in);
+  s.hidden = next(in);
+  const ArenaLayout at(s, next(in));
+  return list_of(std::vector<int64_t>{at.x, at.dy, at.slots, at.weights, at.weight_grads, at.expert_ids, at.bytes});
+}
+
+std::string ticket(std::istream& in) {
+  const bool forward = next(in) == 0, communication = next(in) != 0;
+  const int64_t number = next(in);
+  Plan p{};
+  p.tiles = read_tiles(in);
+  p.save = Save::pre_activations;
+  p.ranks = p.token_blocks = p.valid_slots = 1;
+  p.ring_blocks = next_int(in);
+  p.minibatch_blocks = next_int(in);
+  const std::vector<int32_t> expert_rows = rest(in);
+  std::vector<int32_t> expert_block{0};
+  for (int32_t n : expert_rows)
+    expert_block.push_back(expert_block.back() + static_cast<int32_t>(ceil_div(n, kRowBlock)));
+  const std::vector<int32_t> cuts = cuts_of(expert_block, p.ring_blocks);
+  p.experts = static_cast<int32_t>(expert_rows.size());
+  p.macrobatches = static_cast<int32_t>(cuts.size()) - 1;
+  p.expert_rows = expert_rows.data();
+  p.expert_block = expert_block.data();
+  p.macro_block = cuts.data();
+  std::vector<Segment> segments(5 * (p.blocks() / p.minibatch_blocks + p.macrobatches) + 1);
+  TaskList list{segments.data()};
+  const auto fill = forward ? (communication ? forward_communication : forward_compute)
+                            : (communication ? backward_communication : backward_compute);
+  fill(p, list);
+  const Task t = (forward ? forward_task : backward_task)(p, list, number < 0 ? list.tasks + number : number);
+  return "{\"tasks\": " + std::to_string(list.tasks) + ", \"kind\": " + quoted(kTaskNames[static_cast<int>(t.kind)]) +
+         ", \"macrobatch\": " + std::to_string(t.macrobatch) + ", \"block\": " + std::to_string(t.block) +
+         ", \"expert\": " + std::to_string(t.expert) + ", \"part\": " + std::to_string(t.part) +
+         ", \"ring_row\": " + std::to_string(p.ring_block(t.block) * kRowBlock) + "}";
+}
+
+std::string answer(const std::string& line) {
+  std::istringstream in(line);
+  std::string question;
+  in >> question;
+  const struct {
+    const char* name;
+    std::string (*answer)(std::istream&);
+  } questions[] = {{"enumerate", enumerate}, {"mutate", mutate}, {"rows", rows},    {"macrobatches", macrobatches},
+                   {"bounds", bounds},       {"arena", arena},   {"ticket", ticket}};
+  for (const auto& known : questions) {
+    if (question == known.name) return known.answer(in);
+  }
+  return "{\"error\": " + quoted("no such question: " + question) + "}";
+}
+
+}  // namespace
+}  // namespace mok::verify
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) std::cout << mok::verify::answer(line) << std::endl;
+}

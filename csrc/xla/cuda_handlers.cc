@@ -1,0 +1,83 @@
+// XLA FFI handlers for GPUs. initialize makes the arena and loads every kernel; execute only launches, so that XLA can
+// capture it in a command buffer.
+#include "xla/cuda_handlers.h"
+
+#include <optional>
+#include <string>
+
+#include "cuda/launch.h"
+#include "xla/attributes.h"
+#include "xla/bindings.h"
+
+namespace mok::xla_ffi {
+namespace {
+
+using cuda::bf16;
+
+ffi::Error to_error(const std::optional<std::string>& text) {
+  return text ? ffi::Error::Internal("mok_jax: " + *text) : ffi::Error::Success();
+}
+
+// Two waves of gate and up tiles over the multiprocessors, unless the caller chose; at least 16 row blocks.
+int64_t minibatch_rows(const Attributes& a, int64_t intermediate) {
+  constexpr int64_t kMultiprocessors = 132;
+  if (a.minibatch_rows > 0) return a.minibatch_rows;
+  const int64_t tiles = ceil_div(intermediate, 128);
+  return kRowBlock * larger<int64_t>(16, ceil_div(2 * kMultiprocessors, tiles));
+}
+
+// Every array holds virtual_ranks ranks, one after the other; for one rank that is just its arrays.
+Shape shape_of(const Attributes& a, const Buffer& x, const Buffer& ids, const Buffer& wi_0) {
+  const int64_t here = a.virtual_ranks;
+  return {a.ranks,           0,
+          x.dimensions()[0] / here, ids.dimensions()[1],
+          x.dimensions()[1], wi_0.dimensions()[2],
+          wi_0.dimensions()[0] / here, a.ring_rows,
+          minibatch_rows(a, wi_0.dimensions()[2])};
+}
+
+ffi::Error initialize_forward(Buffer x, Buffer expert_ids, Buffer, Buffer wi_0, Buffer, Buffer, Buffer, Result, Result,
+                              Result, Result, Result, Result, Result, Result, Attributes a) {
+  if (const auto text = cuda::failure_text()) return to_error(text);
+  return to_error(cuda::prepare(shape_of(a, x, expert_ids, wi_0), a.virtual_ranks));
+}
+
+ffi::Error forward(cudaStream_t stream, Buffer x, Buffer expert_ids, Buffer expert_weights, Buffer wi_0, Buffer wi_1,
+                   Buffer wo, Buffer, Result y, Result row_table, Result expert_rows, Result bad_tokens,
+                   Result pre_activations, Result rows, Result hidden, Result workspace, Attributes a) {
+  cuda::ForwardCall c{};
+  c.shape = shape_of(a, x, expert_ids, wi_0);
+  c.save = static_cast<Save>(a.save);
+  c.activation_limit = a.activation_limit;
+  c.timeout_s = a.timeout_s;
+  c.entry_timeout_s = a.entry_timeout_s;
+  c.ranks_here = a.virtual_ranks;
+  c.communication_ctas = a.communication_sms < 0 ? 0 : a.communication_sms;
+  c.reserved_sms = a.reserved_sms < 0 ? 0 : a.reserved_sms;
+  c.x = data<bf16>(x);
+  c.expert_ids = data<int32_t>(expert_ids);
+  c.expert_weights = data<float>(expert_weights);
+  c.wi_0 = data<bf16>(wi_0);
+  c.wi_1 = data<bf16>(wi_1);
+  c.wo = data<bf16>(wo);
+  c.y = data<bf16>(y);
+  c.row_table = data<RowSource>(row_table);
+  c.expert_rows = data<int32_t>(expert_rows);
+  c.bad_tokens = data<int32_t>(bad_tokens);
+  c.pre_activations = pre_activations->element_count() ? data<bf16>(pre_activations) : nullptr;
+  c.rows = data<bf16>(rows);
+  c.hidden = data<bf16>(hidden);
+  c.workspace = data<uint8_t>(workspace);
+  return to_error(cuda::launch_forward(c, stream));
+}
+
+auto bind_initialize_forward() { return with_buffers<7, 8>(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()); }
+auto bind_forward() { return with_buffers<7, 8>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()); }
+
+}  // namespace
+}  // namespace mok::xla_ffi
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_forward_initialize, mok::xla_ffi::initialize_forward,
+                              mok::xla_ffi::bind_initialize_forward());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_forward, mok::xla_ffi::forward, mok::xla_ffi::bind_forward(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,139 @@
+"""The task program, proven by running all ranks together: no deadlock, no conflict that the waits leave without order.
+
+`csrc/verify` says what is checked; here are the cases. Shapes, routings and machines are drawn, ids
+made from a seed: to draw thousands of ids would take longer than the proof.
+"""
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verifier import ask
+
+FORWARD, BACKWARD = 0, 1
+SAVES = (0, 1, 2)
+RACK_SIZE = 72
+
+directions = pytest.mark.parametrize("direction", (FORWARD, BACKWARD), ids=("forward", "backward"))
+
+
+@st.composite
+def programs(draw, ranks, max_tokens):
+    """A save policy, a shape, tile counts and a routing, as words for the verifier."""
+    ep = draw(ranks)
+    tokens, top_k, experts = draw(st.integers(1, max_tokens)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    ring_blocks, minibatch_blocks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    tiles = draw(st.tuples(*[st.integers(1, 3)] * 5))
+    ids = routing(draw(st.sampled_from(SKEWS)), draw(st.integers(0, 2**32 - 1)), ep * tokens * top_k, ep * experts)
+    return [draw(st.sampled_from(SAVES)), ep, tokens, top_k, experts, ring_blocks, minibatch_blocks, tiles], ids
+
+
+machines = st.tuples(st.booleans(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**31 - 1)).map(
+    lambda machine: [int(word) for word in machine]
+)
+
+SKEWS = ("uniform", "one expert", "one rank", "few experts", "mostly absent", "all absent", "bad ids")
+
+
+def routing(skew, seed, slots, experts):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, experts, slots)
+    if skew == "one expert":
+        ids[:] = ids[0]
+    elif skew == "one rank":
+        ids = ids[0] // 5 * 5 + ids % min(5, experts)
+    elif skew == "few experts":  # three quarters on two, so that some are empty and some are cut
+        ids = np.where(rng.random(slots) < 0.75, ids[rng.integers(0, min(2, slots), slots)], ids)
+    elif skew == "mostly absent":
+        ids[rng.random(slots) < 0.9] = -1
+    elif skew == "all absent":
+        ids[:] = -1
+    elif skew == "bad ids":
+        ids[rng.random(slots) < 0.05] = experts
+    return ids.tolist()
+
+
+seen = collections.Counter()
+
+
+def check(direction, program, machine):
+    shape, ids = program
+    answer = ask("enumerate", direction, shape, machine, ids)
+    if answer["error"]:
+        pytest.fail(answer["error"])
+    seen["cases"] += 1
+    seen["tasks"] += answer["tasks"]
+    seen["several macrobatches"] += answer["macrobatches"] > 1
+
+
+@directions
+@settings(max_examples=3000, deadline=None, database=None)
+@given(programs(st.integers(1, 8), 100), machines)
+def test_few_ranks(direction, program, machine):
+    check(direction, program, machine)
+
+
+@directions
+@settings(max_examples=250, deadline=None, database=None)
+@given(programs(st.integers(9, RACK_SIZE), 6), machines)
+def test_many_ranks(direction, program, machine):
+    check(direction, program, machine)
+
+
+@directions
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("shared", (0, 1), ids=("dedicated", "shared"))
+def test_rack(direction, skew, shared):
+    for save, ring_blocks in itertools.product(SAVES, (1, 2)):
+        shape = [save, RACK_SIZE, 4, 3, 2, ring_blocks, 1, [2, 2, 1, 2, 3]]
+        check(direction, (shape, routing(skew, 1, RACK_SIZE * 12, RACK_SIZE * 2)), [shared, 1, 1, 5])
+
+
+def test_cases_were_worth_it():
+    """That the drawn cases reach beyond one macrobatch, and how far. Runs after the tests above."""
+    print(dict(seen))
+    if seen["cases"] > 5000:
+        assert seen["several macrobatches"] > seen["cases"] / 10
+
+
+def mutation_cases():
+    """Shapes, and ids of all ranks. At most 16 tokens, so that one reduce task reads every slot of its rank."""
+    rng = np.random.default_rng(0)
+
+    def shuffled(*slots_per_expert):
+        return rng.permutation(np.repeat(np.arange(len(slots_per_expert)), slots_per_expert)).tolist()
+
+    # Five blocks of an expert, then more than a ring of four: the second one goes over a cut in the macrobatch in which
+    # the first one ends.
+    yield [2, 16, 56, 2, 4, 2, [1, 1, 1, 1, 2]], shuffled(600, 900, 150, 142)
+    # The same with macrobatches in between that end where an expert ends.
+    yield [2, 16, 110, 4, 4, 2, [1, 1, 1, 1, 2]], shuffled(600, 250, 510, 900, 0, 500, 360, 400)
+    # A continued expert whose blocks take the places of another's.
+    yield [2, 16, 32, 2, 4, 1, [1, 1, 2, 1, 2]], shuffled(200, 500, 200, 124)
+    # A macrobatch a block, and one expert that goes through three of them.
+    yield [2, 16, 16, 2, 1, 1, [2, 2, 2, 2, 2]], shuffled(300, 0, 112, 100)
+    # Everything fits.
+    yield [3, 15, 8, 2, 8, 2, [2, 3, 2, 3, 2]], shuffled(60, 60, 60, 60, 60, 60)
+    # More ranks.
+    yield [8, 8, 4, 1, 2, 1, [2, 1, 1, 2, 1]], shuffled(*[32] * 8)
+
+
+@directions
+def test_every_mutation_is_caught(direction):
+    """Whatever is removed or weakened shows up, except a wait that others imply in that instance; none does always."""
+    rules = collections.defaultdict(collections.Counter)
+    for (shape, ids), save in itertools.product(mutation_cases(), SAVES):
+        check(direction, ([save, *shape], ids), [0, 1, 1, 0])
+        for rule, tally in ask("mutate", direction, save, shape, ids).items():
+            rules[rule].update(tally)
+    for rule, tally in sorted(rules.items()):
+        print(f"{rule}: {dict(tally)}")
+    assert len(rules) > 10
+    for rule, tally in rules.items():
+        assert tally["missed"] == 0, (rule, tally)
+        assert tally["caught"] > 0, f"superfluous: {rule}"
+        if tally["unread"]:  # of the last piece of an expert: nobody waits for it
+            assert rule == "drop: weight_grad signals piece_weight_grad"
