@@ -5,6 +5,7 @@ JAX; it shares no code with what is measured. All tokens of a weight gradient's 
 the gradient are compared; a few tokens of everything else.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from benchmarks.problem import Problem, Tokens, Weights
 SAMPLED_TOKENS, SAMPLED_EXPERTS, SAMPLED_ROWS = 32, 2, 64
 
 # Of the largest error of a row over the root mean square norm of the sampled rows.
-TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
+TOLERANCES = {"bfloat16": 3e-2, "float32": 1e-4}
 
 
 class WrongResultError(Exception):
@@ -62,7 +63,7 @@ def expect(problem: Problem, tokens: Tokens, seed: int = 0) -> Expected:
     )
 
 
-def check(name: str, results: dict[str, Any], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
+def check(name: str, results: Mapping[str, Any], expected: Expected, dtype: jnp.dtype) -> dict[str, float]:
     """Errors of the results by name; raises ``WrongResultError`` if one is beyond the dtype's tolerance."""
     errors = {
         result: error_of(_take(array, expected.where[result]), expected.rows[result])

@@ -1,15 +1,18 @@
-"""``python -m benchmarks.layer``: the layer, everything else that can compute it, and the machine's ceiling, in one run.
+"""``python -m benchmarks.layer``: the layer, its peers, and the machine's ceiling, in one run.
 
 Writes ``layer.json`` and ``layer.png`` into ``--out`` and prints a table. The file is rewritten after every group of
 measurements, so that what an interrupted run has measured is kept. Rates count real rows only and are per GPU; on a
-CPU, where all ranks share the machine, they are of all ranks together.
+CPU, where all ranks share the machine, they are of all ranks together. ``host_us`` is the time of the call that
+starts a launch; on a CPU a part of the work may happen in it.
 
-Ends with 1 if a result is wrong (at once, or at the end with ``--keep-going``).
+Ends with 1 if a result is wrong (at once, or at the end with ``--keep-going``) or a shape does not fit the device.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -28,12 +31,13 @@ from rich.console import Console
 from benchmarks import check, flops, machine, measure, report
 from benchmarks.ceiling import make_ceiling
 from benchmarks.implementations import IMPLEMENTATIONS
-from benchmarks.implementations.base import Implementation, Program
+from benchmarks.implementations.base import Bind, Program
 from benchmarks.problem import Problem, Tokens, make_problem, make_tokens
 from benchmarks.routing import ROUTINGS
 from benchmarks.shapes import CPU_SHAPES, GPU_SHAPES, SHAPES
 
 PROTOCOLS = ("burst", "sustained")
+STATE_S = 0.5  # Long enough for clocks and power to be read meanwhile.
 
 # A ceiling that moved by more within one group of measurements says that its figures cannot be compared.
 DRIFT_LIMITS = {"burst": 0.03, "sustained": 0.08}
@@ -63,7 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=int, default=1, help="groups of such ranks (%(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder to write into (%(default)s)")
-    parser.add_argument("--time-limit", type=float, default=480, help="seconds for the run (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=420, help="seconds for the run (%(default)s)")
     parser.add_argument("--build-limit", type=float, default=60, help="seconds to build and check one (%(default)s)")
     parser.add_argument("--keep-going", action="store_true", help="leave out what computes wrong results, and go on")
     return parser.parse_args(arguments)
@@ -81,7 +85,7 @@ class Run:
     started: float
     # Reasons, by implementation, for not building it again.
     given_up: dict[str, str] = dataclasses.field(default_factory=dict)
-    any_wrong: bool = False
+    failed: bool = False
 
     @property
     def seconds_left(self) -> float:
@@ -134,7 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
     on_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
     results: dict[str, Any] = {"meta": machine.describe(), "records": []}
-    machine.read_state(results["meta"])
     ceiling, ceiling_flops = make_ceiling(devices[0], dtype)
     run = Run(args, console, ceiling, ceiling_flops, results, time.perf_counter())
     try:
@@ -142,26 +145,44 @@ def main(arguments: list[str] | None = None) -> int:
         for number, name in enumerate(shapes):
             # What earlier shapes did not need is for the later ones.
             share = run.seconds_left / (len(shapes) - number)
-            measure_shape(run, make_problem(SHAPES[name], args.ep, args.data, dtype, devices), share)
+            try:
+                measure_shape(run, make_problem(SHAPES[name], args.ep, args.data, dtype, devices), share)
+            except jax.errors.JaxRuntimeError as error:
+                record_failure(run, name, describe_error(error))
     except check.WrongResultError as wrong:
         console.print(f"stopped: {wrong}", style="bold red", markup=False)
-        run.any_wrong = True
-    finish(run)
-    return 1 if run.any_wrong else 0
+        run.failed = True
+    finally:
+        finish(run)
+    return 1 if run.failed else 0
+
+
+def record_failure(run: Run, shape: str, error: str) -> None:
+    """Records of everything that this shape still owed when the device failed."""
+    run.failed = True
+    keys = ("shape", "pass", "routing", "implementation", "protocol")
+    there = {tuple(record[key] for key in keys) for record in run.results["records"]}
+    args = run.args
+    owed = itertools.product([shape], getattr(args, "pass"), args.routing, args.implementations, args.protocol)
+    for values in owed:
+        if values not in there:
+            record = report.make_record(ep=args.ep, data=args.data, error=error, **dict(zip(keys, values, strict=True)))
+            run.results["records"].append(record)
 
 
 def finish(run: Run) -> None:
     """Writes and shows everything."""
-    machine.read_state(run.results["meta"])
     run.results["meta"]["usable"] = all(r["usable"] for r in run.results["records"] if r["error"] is None)
     run.results["meta"]["seconds"] = round(time.perf_counter() - run.started, 1)
     save(run)
     report.print_table(run.results, run.console)
     if not run.results["meta"]["usable"]:
         run.console.print("the machine drifted: figures in parentheses are unusable", style="bold red")
-    drawn = report.draw(run.results, run.args.out / "layer.png")
-    pictures = f" and {run.args.out / 'layer.png'}" if drawn else ""
-    run.console.print(f"wrote {run.args.out / 'layer.json'}{pictures}; {run.results['meta']['seconds']:.0f} s")
+    if importlib.util.find_spec("matplotlib") is None:
+        run.console.print("no picture: matplotlib is not installed", style="yellow")
+    else:
+        report.draw(run.results, run.args.out / "layer.png")
+    run.console.print(f"wrote {run.args.out}; {run.results['meta']['seconds']:.0f} s")
 
 
 def save(run: Run) -> None:
@@ -170,13 +191,13 @@ def save(run: Run) -> None:
 
 
 def measure_shape(run: Run, problem: Problem, seconds: float) -> None:
-    """All routings and passes of one shape; those for which the time does not last are recorded as left out."""
+    """All passes and routings of one shape; those for which the time does not last are recorded as left out."""
     end = time.perf_counter() + seconds
-    binds: dict[tuple[str, str], Any] = {}
-    for routing in run.args.routing:
-        tokens = make_tokens(problem, routing)
-        expected = check.expect(problem, tokens[0])
-        for pass_name in getattr(run.args, "pass"):
+    routed = {routing: make_tokens(problem, routing) for routing in run.args.routing}
+    expected = {routing: check.expect(problem, tokens[0]) for routing, tokens in routed.items()}
+    for pass_name in getattr(run.args, "pass"):
+        binds: dict[str, Bind] = {}
+        for routing, tokens in routed.items():
             group = Group(problem, pass_name, routing)
             programs: dict[str, Checked] = {}
             reasons: dict[str, str] = {}
@@ -186,17 +207,18 @@ def measure_shape(run: Run, problem: Problem, seconds: float) -> None:
                     reason = "left out: no time was left for this shape"
                 if reason is None:
                     try:
-                        programs[name] = prepare(run, group, IMPLEMENTATIONS[name], binds, tokens, expected)
+                        programs[name] = prepare(run, group, name, binds, tokens, expected[routing])
                     except check.WrongResultError as wrong:
                         if not run.args.keep_going:
                             raise
-                        run.any_wrong, reason = True, str(wrong)
+                        run.failed, reason = True, str(wrong)
                     except Exception as error:
                         reason = describe_error(error)
                 if reason is not None:
                     reasons[name] = reason
             measure_group(run, group, programs, reasons)
             save(run)
+    machine.read_state(run.results["meta"], lambda: measure.load(run.ceiling, STATE_S, overlapped=True))
 
 
 class Checked(NamedTuple):
@@ -207,22 +229,20 @@ class Checked(NamedTuple):
 
 
 def prepare(
-    run: Run, group: Group, implementation: Implementation, binds: dict, tokens: list[Tokens], expected: check.Expected
+    run: Run, group: Group, name: str, binds: dict[str, Bind], tokens: list[Tokens], expected: check.Expected
 ) -> Checked:
-    """Builds an implementation, unless an earlier routing has done so, and checks it."""
-    key, started = (implementation.name, group.pass_name), time.perf_counter()
-    label = f"{group.problem.shape.name} {group.pass_name} {group.routing} {implementation.name}"
+    """Builds an implementation, unless another routing has done so, and checks it."""
+    started = time.perf_counter()
+    label = f"{group.problem.shape.name} {group.pass_name} {group.routing} {name}"
     try:
         with time_limit(run.args.build_limit):
-            if key not in binds:
-                binds[key] = implementation.build(group.problem, group.pass_name)
-            program = binds[key](tokens)
+            if name not in binds:
+                binds[name] = IMPLEMENTATIONS[name].build(group.problem, group.pass_name)
+            program = binds[name](tokens)
             errors = program.results and check.check(label, program.results(0), expected, group.problem.dtype)
             return Checked(program, errors)
     except TimeoutError:
-        run.given_up[implementation.name] = (
-            f"given up: {label} took over {run.args.build_limit:.0f} s to build and check"
-        )
+        run.given_up[name] = f"given up: {label} took over {run.args.build_limit:.0f} s to build and check"
         raise
     finally:
         run.console.print(
@@ -253,7 +273,7 @@ def describe_error(error: Exception) -> str:
 
 
 def measure_group(run: Run, group: Group, programs: dict[str, Checked], reasons: dict[str, str]) -> None:
-    """Times what is ready in each protocol; adds a record for each implementation, with a reason if it has no figures."""
+    """Times what is ready in each protocol; adds a record for every implementation, if only with the reason."""
     limits = DRIFT_LIMITS if group.on_gpu else CPU_DRIFT_LIMITS
     for protocol in run.args.protocol:
         time_all = {"burst": time_bursts, "sustained": time_sustained}[protocol]

@@ -2,14 +2,17 @@
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 _PACKAGES = ("mok-jax", "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax", "nvidia-cublas")
+_SMI = ("nvidia-smi", "--format=csv,noheader", "--id=0")
 _CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm")
 _POWER = ("power.draw", "power.limit", "temperature.gpu")
 
@@ -30,12 +33,22 @@ def describe() -> dict[str, Any]:
     }
 
 
-def read_state(meta: dict[str, Any]) -> None:
-    """Adds the clocks and power of now, with their units, to ``meta``; nothing on a machine without NVIDIA GPUs."""
-    for key, fields in (("clocks", _CLOCKS), ("power", _POWER)):
-        answer = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0")
-        if answer:
-            meta[key].append(dict(zip(fields, (value.strip() for value in answer.split(",")), strict=True)))
+def read_state(meta: dict[str, Any], load: Callable[[], None]) -> None:
+    """Adds to ``meta`` the clocks and power, with units, that the first GPU has while ``load`` runs.
+
+    Does nothing on a machine without NVIDIA GPUs.
+    """
+    query = [*_SMI, f"--query-gpu={','.join(_CLOCKS + _POWER)}"]
+    try:
+        smi = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return
+    load()
+    values = [value.strip() for value in smi.communicate()[0].split(",")]
+    if smi.returncode == 0 and len(values) == len(_CLOCKS + _POWER):
+        found = dict(zip(_CLOCKS + _POWER, values, strict=True))
+        meta["clocks"].append({field: found[field] for field in _CLOCKS})
+        meta["power"].append({field: found[field] for field in _POWER})
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +59,7 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    driver = _output(*_SMI, "--query-gpu=driver_version")
     return found | ({"driver": driver} if driver else {})
 
 
@@ -70,8 +83,6 @@ def cpu_name() -> str:
 
 
 def _usable_cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

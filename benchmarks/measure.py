@@ -12,6 +12,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from benchmarks.implementations.base import Program
 
@@ -22,6 +23,7 @@ RELOAD_S = 0.25  # After each other program, so that all start from the same sta
 SUSTAINED_S = 0.5
 LEAST_ROUNDS, MOST_ROUNDS = 4, 30
 LAUNCHES_AHEAD = 4
+OTHER_QUEUE_LAUNCHES = 4  # The first of them counts for nothing.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +51,41 @@ class Timing:
         return 1e6 * statistics.median(self.host_s)
 
 
-def time_launches(programs: Sequence[Program], *, overlapped: bool) -> list[tuple[float, float]]:
-    """Launches the programs in order; returns each launch's (seconds on the device, seconds on the host).
+class Launch(NamedTuple):
+    """What one launch took: seconds on the device, None if that cannot be told, and seconds of the host to start it."""
+
+    program: Program
+    device_s: float | None
+    host_s: float
+
+
+def time_launches(programs: Sequence[Program], *, overlapped: bool) -> list[Launch]:
+    """Launches the programs in order.
 
     ``overlapped``: a few launches are queued ahead, so that the device never waits for the host, and a launch takes
-    from the end of the one before it to its own end. What the first takes means nothing then. Otherwise, as on a CPU,
-    where launches would run beside each other, each is alone.
+    from the end of the one before it to its own end. That is not known of the first one, nor where the queue changes:
+    what was queued is completed there, since two queues would share the device. Otherwise, as on a CPU, where launches
+    would run beside each other, each is alone.
     """
     ahead = LAUNCHES_AHEAD if overlapped else 1
-    running: list[tuple[Program, object, float, float]] = []
-    taken: list[tuple[float, float]] = []
-    last_end = time.perf_counter()
+    running: list[tuple[Program, Any, float, float]] = []
+    done: list[Launch] = []
+    last_end: float | None = None
 
     def finish_oldest() -> None:
         nonlocal last_end
         program, handle, started, host_s = running.pop(0)
         program.wait(handle)
         now = time.perf_counter()
-        taken.append((now - (last_end if overlapped else started), host_s))
+        start = last_end if overlapped else started
+        done.append(Launch(program, None if start is None else now - start, host_s))
         last_end = now
 
     for number, program in enumerate(programs):
+        if running and running[-1][0].queue != program.queue:
+            while running:
+                finish_oldest()
+            last_end = None
         started = time.perf_counter()
         handle = program.launch(number)
         running.append((program, handle, started, time.perf_counter() - started))
@@ -77,7 +93,7 @@ def time_launches(programs: Sequence[Program], *, overlapped: bool) -> list[tupl
             finish_oldest()
     while running:
         finish_oldest()
-    return taken
+    return done
 
 
 def burst(program: Program, *, overlapped: bool) -> Timing:
@@ -94,12 +110,20 @@ def load(program: Program, seconds: float, *, overlapped: bool) -> None:
 
 
 def sustained(program: Program, ceiling: Program, *, overlapped: bool) -> tuple[Timing, Timing]:
-    """The program and the ceiling in turn, on a machine that is loaded already; returns their timings."""
+    """The program and the ceiling in turn, on a machine that is loaded already; returns their timings.
+
+    They take turns launch by launch, or by a few launches if they run on different queues.
+    """
     load(ceiling, RELOAD_S, overlapped=overlapped)
-    trial = time_launches([ceiling, program] * 2, overlapped=overlapped)[2:]
-    rounds = min(max(LEAST_ROUNDS, round(SUSTAINED_S / sum(device for device, _ in trial))), MOST_ROUNDS)
-    taken = time_launches([ceiling, program] * (1 + rounds), overlapped=overlapped)[2:]
-    return _timing(taken[1::2]), _timing(taken[0::2])
+    turn = 1 if program.queue == ceiling.queue else OTHER_QUEUE_LAUNCHES
+    one_round = [ceiling] * turn + [program] * turn
+    started = time.perf_counter()
+    time_launches(one_round, overlapped=overlapped)
+    round_s = time.perf_counter() - started
+    rounds = min(max(LEAST_ROUNDS, round(SUSTAINED_S / round_s)), MOST_ROUNDS)
+    taken = time_launches(one_round * (1 + rounds), overlapped=overlapped)[len(one_round) :]
+    own, of_ceiling = ([launch for launch in taken if launch.program is p] for p in (program, ceiling))
+    return _timing(own), _timing(of_ceiling)
 
 
 def join(timings: Sequence[Timing]) -> Timing:
@@ -130,5 +154,6 @@ def trend(ceiling: Timing) -> float:
     return max(halves) / min(halves) - 1
 
 
-def _timing(taken: Sequence[tuple[float, float]]) -> Timing:
-    return Timing(tuple(device for device, _ in taken), tuple(host for _, host in taken))
+def _timing(launches: Sequence[Launch]) -> Timing:
+    known = [launch.device_s for launch in launches if launch.device_s is not None]
+    return Timing(tuple(known), tuple(launch.host_s for launch in launches))

@@ -123,8 +123,8 @@ def _ratio(record: dict) -> str:
     return text if record["usable"] else f"[red]({text})"
 
 
-def draw(results: dict[str, Any], path: Path) -> bool:
-    """Bars of the rate over C, a panel for each pass and protocol; False if there is nothing to draw."""
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Bars of the rate over C, a panel for each pass and protocol; pale where the machine drifted."""
     import matplotlib
 
     matplotlib.use("Agg")  # No display is needed, or looked for.
@@ -132,7 +132,7 @@ def draw(results: dict[str, Any], path: Path) -> bool:
 
     records = [r for r in results["records"] if r["error"] is None]
     if not records:
-        return False
+        return
     panels = list(dict.fromkeys((r["pass"], r["protocol"]) for r in records))
     cases = list(dict.fromkeys((r["shape"], r["routing"], r["ep"], r["data"]) for r in records))
     names = list(dict.fromkeys(r["implementation"] for r in records))
@@ -142,14 +142,17 @@ def draw(results: dict[str, Any], path: Path) -> bool:
     for (pass_name, protocol), panel in zip(panels, axes[:, 0], strict=True):
         for number, name in enumerate(names):
             mine = {
-                (r["shape"], r["routing"], r["ep"], r["data"]): r["over_c"]
+                (r["shape"], r["routing"], r["ep"], r["data"]): r
                 for r in records
                 if (r["implementation"], r["pass"], r["protocol"]) == (name, pass_name, protocol)
             }
+            unusable = {case for case in mine if not mine[case]["usable"]}
             positions = [place + (number + 0.5) / len(names) * 0.8 - 0.4 for place in range(len(cases))]
-            heights = [mine.get(case, 0.0) for case in cases]
+            heights = [mine[case]["over_c"] if case in mine else 0.0 for case in cases]
             bars = panel.bar(positions, heights, 0.8 / len(names), label=name, color=f"C{number}")
             labels = [f"{height:.2f}" if height else "" for height in heights]
+            for bar, case in zip(bars, cases, strict=True):
+                bar.set_alpha(0.3 if case in unusable else 1.0)
             panel.bar_label(bars, labels=labels, fontsize=6, rotation=90, padding=2)
         panel.set_ylabel(f"{pass_name}\n{protocol}, rate / C")
         panel.set_xticks(range(len(cases)), [_case_name(*case) for case in cases])
@@ -161,7 +164,6 @@ def draw(results: dict[str, Any], path: Path) -> bool:
     figure.suptitle(f"{meta['device']}, {meta['date']}, {meta['commit'][:12]}", fontsize=8)
     figure.savefig(path, dpi=140)
     plt.close(figure)
-    return True
 
 
 def _case_name(shape: str, routing: str, ep: int, data: int) -> str:

@@ -6,6 +6,7 @@ A call's way from here: ``megakernel.moe`` (the fused FFI call), ``xla.moe`` (XL
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -45,8 +46,8 @@ def moe(
     Args:
       x: ``[T, H]`` bfloat16 or float32 (``"reference"`` and ``"xla"``: any float dtype). Products are computed in it.
       expert_ids: int32 ``[T, K]``, global expert ids; -1 is no expert. A token with any other id outside ``[0, E)`` is
-        bad: it is sent nowhere and its rows of ``y`` and of the gradients of ``x`` and ``expert_weights`` are NaN. An id
-        that occurs twice in a token counts twice.
+        bad: it is sent nowhere and its rows of ``y`` and of the gradients of ``x`` and ``expert_weights`` are NaN. An
+        id that occurs twice in a token counts twice.
       expert_weights: float32 ``[T, K]``.
       wi_0: ``[E_local, H, I]``, gate projection; float32 or ``x.dtype``. Rounded to ``x.dtype``; the gradient keeps
         its own dtype.
@@ -76,7 +77,7 @@ def moe(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
     implementation = choose_implementation(implementation)
-    run = {
+    run: Callable = {
         "megakernel": functools.partial(megakernel.moe, config=config),
         "xla": xla.moe,
         "reference": reference.moe,

@@ -47,14 +47,14 @@ def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, ac
     _check_top_k(expert_ids.shape[1], wi_0.shape[0], axis_name)
 
 
-def _check_activation_limit(limit) -> None:
+def _check_activation_limit(limit: Any) -> None:
     if limit is None:
         return
     if isinstance(limit, bool | jax.Array) or not isinstance(limit, numbers.Real):
         raise TypeError(
             f"activation_limit is {limit!r}; it must be None or a Python number, known while tracing, such as 7.0"
         )
-    if not limit > 0:
+    if not float(limit) > 0:
         raise ValueError(f"activation_limit is {limit!r}; it must be None or a positive number, such as 7.0")
 
 
@@ -65,7 +65,7 @@ def _check_axis_name(axis_name) -> None:
         isinstance(axis_name, tuple) and axis_name and all(isinstance(name, str) for name in axis_name)
     ):
         raise TypeError(
-            f"axis_name is {axis_name!r}; it must be the name of a mesh axis, a tuple of such names, or None for one rank"
+            f"axis_name is {axis_name!r}; it must be the name of a mesh axis, a tuple of such names, or None"
         )
     there = jax.sharding.get_abstract_mesh().manual_axes
     missing = [name for name in ((axis_name,) if isinstance(axis_name, str) else axis_name) if name not in there]
@@ -145,6 +145,6 @@ def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_exp
     if max_rows > limit:
         nearest = (limit - local_experts * (ROW_BLOCK - 1)) // (ranks * top_k)
         raise ValueError(
-            f"x has T = {tokens} tokens: with EP = {ranks} and K = {top_k}, {max_rows} rows may arrive at one rank, more "
-            f"than {limit}; the nearest legal T is {nearest}"
+            f"x has T = {tokens} tokens: with EP = {ranks} and K = {top_k}, {max_rows} rows may arrive at one rank, "
+            f"more than {limit}; the nearest legal T is {nearest}"
         )

@@ -36,7 +36,7 @@ class MoKConfig:
         ``"pre_activations_and_rows"`` (``2*I + H``; the rows are not fetched again) or
         ``"nothing"`` (no activations; the backward fetches and recomputes).
       entry_timeout_s: seconds to wait for a peer to start this call. Default 600 on a GPU; on CPUs at
-        most 20, below the limit at which XLA ends the process.
+        most 30, below the limit at which XLA ends the process.
       timeout_s: seconds that any wait inside the call may take. Default 30; at most 30 on CPUs.
       host_comm_workers: communication threads a rank. Default 1. CPU only.
       host_compute_workers: compute threads a rank. Default: the machine's cores divided by EP, at
@@ -80,10 +80,8 @@ class MoKConfig:
             raise TypeError("MoKConfig.host_delay_seed is None; it must be an int, 0 for no delays")
         if self.save not in SAVE_POLICIES:
             nearest = difflib.get_close_matches(str(self.save), SAVE_POLICIES, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"MoKConfig.save is {self.save!r}; it must be one of {', '.join(map(repr, SAVE_POLICIES))}; the nearest "
-                f"is {nearest!r}"
-            )
+            legal = f"it must be one of {', '.join(map(repr, SAVE_POLICIES))}; the nearest is {nearest!r}"
+            raise ValueError(f"MoKConfig.save is {self.save!r}; {legal}")
 
 
 def _require_seconds(name: str, value: Any) -> None:
@@ -110,5 +108,5 @@ def _require_row_blocks(name: str, value: Any) -> None:
     if value is not None and value % ROW_BLOCK:
         nearest = max(ROW_BLOCK, round(value / ROW_BLOCK) * ROW_BLOCK)
         raise ValueError(
-            f"MoKConfig.{name} is {value}; it must be a multiple of {ROW_BLOCK}, and the nearest legal value is {nearest}"
+            f"MoKConfig.{name} is {value}; it must be a multiple of {ROW_BLOCK}; the nearest legal value is {nearest}"
         )

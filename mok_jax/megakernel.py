@@ -1,7 +1,7 @@
 """The fused implementation: one JAX primitive, and one FFI call, per direction.
 
-``moe`` is differentiable through a ``custom_jvp`` whose derivative is a third, linear primitive that cannot run, only be
-transposed. (A ``custom_vjp`` would do as well, but forward mode would end in a text of JAX's that names no remedy.)
+``moe`` is differentiable through a ``custom_jvp`` whose derivative is a third, linear primitive that cannot run, only
+be transposed. (A ``custom_vjp`` would do as well, but forward mode would end in a text of JAX's that names no remedy.)
 Primitives of our own, rather than ``jax.ffi.ffi_call``, for three reasons: abstract rules type results as varying over
 the axes that the operands vary over, which gradients under ``shard_map`` need; lowering rules can see how the program
 is sharded, and refuse what would be silently wrong; batching and differentiation rules say what cannot be done.
@@ -136,9 +136,8 @@ def _moe_derivative(call, axis_name, primals, tangents):
     varied = vary_alike(*operands, axis_name=axis_name)
     call = dataclasses.replace(call, differentiated=True)
     y, row_table, expert_rows, bad_tokens, pre_activations, rows, _ = _bind_forward(call, where, *varied)
-    if call.save != "pre_activations_and_rows":
-        rows = jnp.zeros_like(rows, shape=(0, rows.shape[1]))
-    saved = checkpoint_name((row_table, expert_rows, pre_activations, rows), RESIDUALS_NAME)
+    kept = {"nothing": [], "pre_activations": [pre_activations], "pre_activations_and_rows": [pre_activations, rows]}
+    saved = checkpoint_name((row_table, expert_rows, *kept[call.save]), RESIDUALS_NAME)
     y = checkpoint_name(y, OUTPUT_NAME)
     _, *tangents = vary_alike(y, *(_instantiate(t) for i, t in enumerate(tangents) if i not in (0, 2)), axis_name=None)
     dy = tangent_p.bind(where, *operands, *saved, *tangents, call=call)
@@ -244,9 +243,23 @@ def _refuse_sharding(ctx, name):
         )
 
 
+def _complete_residuals(ctx, operands):
+    """Adds an empty array for each of the two residuals that were not saved, since a handler's operands are fixed.
+
+    Only here, because the compiler of jaxlib 0.11.2 crashes over an array without elements that enters a shard_map.
+    """
+    x, wi_0 = ctx.avals_in[0], ctx.avals_in[3]
+    saved = len(operands) - 10
+    empty = [ShapedArray((0, width), x.dtype) for width in (2 * wi_0.shape[2], x.shape[1])[saved:]]
+    constants = [mlir.ir_constant(np.zeros(aval.shape, aval.dtype)) for aval in empty]
+    return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]
+
+
 def _lower_on_cpu(target, ctx, *operands, call):
     _refuse_sharding(ctx, "moe")
     native.register_cpu_targets()
+    if target == "mok_backward":
+        ctx, operands = _complete_residuals(ctx, operands)
     return jax.ffi.ffi_lowering(target, has_side_effect=False)(ctx, *operands, **call.attributes())
 
 
@@ -259,8 +272,8 @@ def _lower_elsewhere(ctx, *operands, call):
 
 def _refuse_vmap(*_, **__):
     raise NotImplementedError(
-        "mok_jax.moe does not support jax.vmap: a call already takes all tokens of its rank. Reshape leading dimensions "
-        'into the token dimension of x, or use implementation="reference"'
+        "mok_jax.moe does not support jax.vmap: a call already takes all tokens of its rank. Reshape leading dimensions"
+        ' into the token dimension of x, or use implementation="reference"'
     )
 
 

@@ -22,7 +22,7 @@ def library() -> ModuleType:
       ImportError: it was not built; the text says how to build it.
     """
     try:
-        from mok_jax import _native
+        from mok_jax import _native  # type: ignore[attr-defined]
     except ImportError as error:
         raise ImportError(
             'implementation="megakernel" needs the compiled extension mok_jax._native, which cannot be imported '
@@ -35,8 +35,8 @@ def library() -> ModuleType:
 def register_ffi_targets() -> None:
     """Makes programs runnable that another process has exported; starts the backend.
 
-    Tracing and lowering ``mok_jax.moe`` does the same, so that only a process that does neither has to call it: one that
-    gets its program from ``jax.export.deserialize``. The exporting process lists the two targets as safe::
+    Lowering ``mok_jax.moe`` does the same, so that only a process that never does has to call this: one that gets its
+    program from ``jax.export.deserialize``. The exporting process lists the two targets as safe::
 
         safe = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mok_forward", "mok_backward")]
         jax.export.export(jitted, disabled_checks=safe)

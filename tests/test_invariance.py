@@ -46,10 +46,12 @@ RUNNERS = {
         run_on_cpu,
         ep_sizes=(1, 2, 3, 4, 6, 8, 72),
         workers=tuple(
-            dict(host_comm_workers=comm, host_compute_workers=compute)
+            {"host_comm_workers": comm, "host_compute_workers": compute}
             for comm, compute in ((1, 1), (1, 3), (3, 1), (2, 4))
         ),
-        timings=tuple(dict(host_delay_seed=seed, host_comm_workers=2, host_compute_workers=3) for seed in (1, 2, 3)),
+        timings=tuple(
+            {"host_delay_seed": seed, "host_comm_workers": 2, "host_compute_workers": 3} for seed in (1, 2, 3)
+        ),
     ),
 }
 
@@ -73,7 +75,7 @@ class Cell(NamedTuple):
 
 def cells_of(runner):
     """All ways to run a step on ``runner``, except the one that all are compared with."""
-    small = dict(ring_rows=256, minibatch_rows=128)
+    small = {"ring_rows": 256, "minibatch_rows": 128}
     largest = [n for n in runner.ep_sizes if n <= 4]
     some, last = largest[len(largest) // 2], largest[-1]
     for n in runner.ep_sizes:
@@ -85,14 +87,14 @@ def cells_of(runner):
     for timing in runner.timings:
         yield Cell("delays", str(next(iter(timing.values()))), last, small | timing)
     for rows in (128, 256, 1024):
-        yield Cell("minibatch", str(rows), last, dict(minibatch_rows=rows))
+        yield Cell("minibatch", str(rows), last, {"minibatch_rows": rows})
     for n in (1, last):
         for rows in (128, 256, 512, 8192):
-            yield Cell("ring", f"{rows} at EP {n}", n, dict(ring_rows=rows, minibatch_rows=128))
+            yield Cell("ring", f"{rows} at EP {n}", n, {"ring_rows": rows, "minibatch_rows": 128})
     for save in SAVE_POLICIES:
         for rows in (None, 128, 512):
-            yield Cell("save", f"{save} (ring {rows or 'default'})", some, dict(save=save, ring_rows=rows))
-    everything = dict(ring_rows=128, minibatch_rows=128, save="nothing", **runner.timings[0])
+            yield Cell("save", f"{save} (ring {rows or 'default'})", some, {"save": save, "ring_rows": rows})
+    everything = {"ring_rows": 128, "minibatch_rows": 128, "save": "nothing"} | runner.timings[0]
     yield Cell("everything", "smallest ring, nothing saved, delays", runner.ep_sizes[-2], everything)
 
 
@@ -183,7 +185,7 @@ def test_token_is_independent_of_the_others(runner, others, workload, coverage):
     else:
         replacements = {name: getattr(other, name) for name in ("x", "expert_ids", "expert_weights", "dy")}
     changed = {name: np.where(kept[:, None], getattr(inputs, name), new) for name, new in replacements.items()}
-    cell = Cell("tokens", f"others {others}", sorted(RUNNERS[runner].ep_sizes)[1], dict(ring_rows=256))
+    cell = Cell("tokens", f"others {others}", sorted(RUNNERS[runner].ep_sizes)[1], {"ring_rows": 256})
     actual = RUNNERS[runner].run(inputs._replace(**changed), cell.ep, MoKConfig(**cell.settings))
     expected = expected_of(runner, workload)
     for name in ("y", "dx"):

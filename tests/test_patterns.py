@@ -180,7 +180,7 @@ def poison_token(name, value):
     [poison_token(name, value) for name in ("x", "expert_weights", "dy") for value in (np.nan, np.inf, -np.inf)],
 )
 def test_non_finite_token(poison, implementation):
-    """One token, cotangent or router weight: others, and experts that it does not reach, are as if it were not there."""
+    """One token, cotangent or router weight: others, and experts that it does not reach, are as if it were absent."""
     inputs = fresh()
     poison(inputs)
     actual = run(inputs, EP, implementation=implementation)
@@ -334,7 +334,7 @@ def test_two_layers_share_what_there_is():
 
 
 def test_one_normalised_expert_gives_the_router_no_gradient():
-    """K = 1 and weights that sum to 1: the weight is 1 whatever the logits are. (Documented; not an error of the call.)"""
+    """K = 1 and weights that sum to 1: the weight is 1 whatever the logits are. (Documented; no error of the call.)"""
     inputs = make(Case("one of many", 16, 1, 8, 24, 40, uniform), "float32")
     logits = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
 

@@ -109,8 +109,8 @@ def mutation_cases():
     # Five blocks of an expert, then more than a ring of four: the second one goes over a cut in the macrobatch in which
     # the first one ends.
     yield [2, 16, 56, 2, 4, 2, [1, 1, 1, 1, 2]], shuffled(600, 900, 150, 142)
-    # The same with macrobatches in between that end where an expert ends.
-    yield [2, 16, 110, 4, 4, 2, [1, 1, 1, 1, 2]], shuffled(600, 250, 510, 900, 0, 500, 360, 400)
+    # Experts of two blocks in a ring of three: every second macrobatch ends within an expert, the others between two.
+    yield [2, 16, 75, 6, 3, 2, [1, 1, 1, 1, 2]], shuffled(*[200] * 12)
     # A continued expert whose blocks take the places of another's.
     yield [2, 16, 32, 2, 4, 1, [1, 1, 2, 1, 2]], shuffled(200, 500, 200, 124)
     # A macrobatch a block, and one expert that goes through three of them.

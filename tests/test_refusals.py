@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, make, uniform
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_xla_contract import PREAMBLE, SUBPROCESS_LIMIT_S, free_port
@@ -20,6 +21,7 @@ from test_xla_contract import PREAMBLE, SUBPROCESS_LIMIT_S, free_port
 import mok_jax
 from mok_jax import native
 from mok_jax.config import MoKConfig
+from mok_jax.nnx import MoE
 
 T, K, E, H, I = 16, 2, 8, 16, 24  # noqa: E741
 INPUTS = make(Case("refusals", T, K, E, H, I, uniform), "float32")
@@ -181,7 +183,7 @@ def test_argument(changes, exception, text):
         (
             {"ring_rows": 200},
             ValueError,
-            r"ring_rows is 200; it must be a multiple of 128, .* nearest legal value is 256",
+            r"ring_rows is 200; it must be a multiple of 128; the nearest legal value is 256",
         ),
         ({"ring_rows": 0}, ValueError, r"ring_rows is 0; the nearest legal value is 128"),
         ({"ring_rows": 2**40}, ValueError, r"ring_rows is 1099511627776; the nearest legal value is 2147483520"),
@@ -190,7 +192,7 @@ def test_argument(changes, exception, text):
         (
             {"minibatch_rows": 320},
             ValueError,
-            r"minibatch_rows is 320; it must be a multiple of 128, .* nearest .* is 256",
+            r"minibatch_rows is 320; it must be a multiple of 128; the nearest legal value is 256",
         ),
         ({"minibatch_rows": -128}, ValueError, r"minibatch_rows is -128; the nearest legal value is 128"),
         ({"save": "pre_activation"}, ValueError, r"save is 'pre_activation'; .* the nearest is 'pre_activations'"),
@@ -317,6 +319,11 @@ def test_experts_that_the_axis_does_not_divide():
     """JAX refuses it before we see the arrays: the text names argument, size and axis. `mok_jax.nnx` names a remedy."""
     with pytest.raises(ValueError, match=r"args\[3\] of shape float32\[7,16,24\].* 2 does not evenly divide 7"):
         sharded()(*INPUTS[:3], *(w[:7] for w in INPUTS[3:6]))
+
+
+def test_experts_that_the_axis_of_a_layer_does_not_divide():
+    with pytest.raises(ValueError, match=r"num_experts=7 must be a multiple of the expert axis' size \(2\); .* is 8"):
+        MoE(H, I, 7, K, mesh=mesh(), rngs=nnx.Rngs(0))
 
 
 def test_top_k_counts_the_experts_of_all_ranks():

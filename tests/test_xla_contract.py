@@ -6,6 +6,7 @@ our own where it may not. Refusals are in `test_refusals`.
 
 import functools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ CASE = Case("contract", 16, 2, 8, 16, 24, uniform)
 TOLERANCE = 1e-5
 EP = 4
 SUBPROCESS_LIMIT_S = 100
+BY_EXPERT = P("expert")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,7 @@ def expert_mesh(shape=(EP,), axes=("expert",)):
     return Mesh(np.array(jax.devices("cpu")[: int(np.prod(shape))]).reshape(shape), axes)
 
 
-def over_ranks(function, mesh=None, tokens=P("expert"), experts=P("expert"), **options):
+def over_ranks(function, mesh=None, tokens=BY_EXPERT, experts=BY_EXPERT, **options):
     """``function(x, ids, weights, wi_0, wi_1, wo)`` under ``shard_map`` over all of ``mesh``."""
     mesh = expert_mesh() if mesh is None else mesh
     return jax.shard_map(function, mesh=mesh, in_specs=(tokens,) * 3 + (experts,) * 3, out_specs=tokens, **options)
@@ -380,11 +382,34 @@ def test_a_stuck_task_is_an_error(sum_afterwards):
         y = moe_of_rank(*operands, config=config)
         return jax.lax.psum(y, "expert") + y if sum_afterwards else y
 
-    text = r"mok_jax: rank \d waited longer than timeout_s = 0.000001 s before task \w+ of block \d+ for counter \d+ at \d+ of"
+    text = (
+        r"rank \d waited longer than timeout_s = 0.000001 s before task \w+ of block \d+ for counter .* at \d+ of \d+"
+    )
     for _ in range(3):
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             jax.block_until_ready(jax.jit(over_ranks(of_rank))(*operands))
     assert np.isfinite(jax.jit(over_ranks(moe_of_rank))(*operands)).all()
+
+
+def test_ranks_that_do_not_call_are_an_error():
+    """A branch that only half of the ranks take: the other half is waited for, but not for ever."""
+    config = MoKConfig(entry_timeout_s=0.05)
+
+    def of_rank(x, *others):
+        called = functools.partial(moe_of_rank, config=config)
+        return jax.lax.cond(jax.lax.axis_index("expert") < 2, called, lambda x, *_: x, x, *others)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"mok_jax: rank [01] waited longer than entry_timeout_s"):
+        jax.block_until_ready(jax.jit(over_ranks(of_rank))(*inputs()[:6]))
+    assert np.isfinite(jax.jit(over_ranks(moe_of_rank))(*inputs()[:6])).all()
+
+
+def test_time_limits_stay_below_those_of_xla():
+    """XLA ends the process when a collective waits for 40 s; our error must come first."""
+    config = MoKConfig(timeout_s=1e6, entry_timeout_s=1e6)
+    text = jax.jit(functools.partial(moe, config=config)).lower(*inputs()[:6]).as_text()
+    limits = [float(number) for number in re.findall(r"timeout_s = ([\d.e+]+)", text)]
+    assert len(limits) == 2 and max(limits) < 40
 
 
 # Processes

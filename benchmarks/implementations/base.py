@@ -20,12 +20,14 @@ class Program:
       wait: returns when the launch of that handle is complete.
       peak_bytes: of one launch, arguments, results and temporaries together; None if not known.
       results: the named results of launch number i for the check; None if there is nothing to check.
+      queue: programs of one queue run one after another on the device; those of two would run beside each other.
     """
 
     launch: Callable[[int], Any]
     wait: Callable[[Any], None]
     peak_bytes: int | None = None
     results: Callable[[int], Mapping[str, Any]] | None = None
+    queue: str = "xla"
 
 
 # Built once for a shape and pass, bound to each routing's tokens.

@@ -9,7 +9,7 @@ from benchmarks.implementations.base import BACKWARD_RESULTS, Bind, Program
 from benchmarks.problem import Tokens
 
 # layer(x, expert_ids, expert_weights, *parameters) -> y
-Layer = Callable[..., jax.Array]
+Layer = Callable[..., Any]
 
 
 def build(layer: Layer, parameters: Sequence[jax.Array], pass_name: str, split: Callable | None = None) -> Bind:
@@ -31,11 +31,12 @@ def build(layer: Layer, parameters: Sequence[jax.Array], pass_name: str, split: 
         "backward": (lambda vjp, dy: vjp(dy), gradients),
         "forward+backward": (_forward_backward(layer), lambda out: {"y": out[0], **gradients(out[1])}),
     }[pass_name]
+    # One for all bindings: only then do the saved values have the tree that the compiled backward expects.
+    linearize = jax.jit(_linearize(layer))
     compiled: list[Any] = []
 
     def bind(token_sets: Sequence[Tokens]) -> Program:
         if pass_name == "backward":
-            linearize = jax.jit(_linearize(layer))
             arguments = [(linearize(t.x, t.expert_ids, t.expert_weights, *parameters)[1], t.dy) for t in token_sets]
         else:
             extra = [(t.dy,) if pass_name == "forward+backward" else () for t in token_sets]
@@ -61,7 +62,7 @@ def wait(results: Any) -> None:
 
 
 def peak_bytes(compiled: Any) -> int | None:
-    """What XLA planned for one device: arguments, results and temporaries."""
+    """What XLA planned for one device: arguments, results and temporaries; not the megakernel's workspace on a GPU."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None

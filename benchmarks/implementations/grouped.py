@@ -93,4 +93,5 @@ def side_by_side(weights) -> tuple[jax.Array, jax.Array]:
 
 def split_gradients(d_wi: jax.Array, d_wo: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of ``(wi, wo)`` as those of ``(wi_0, wi_1, wo)``."""
-    return *jnp.split(d_wi, 2, axis=2), d_wo
+    d_wi_0, d_wi_1 = jnp.split(d_wi, 2, axis=2)
+    return d_wi_0, d_wi_1, d_wo

@@ -9,10 +9,11 @@ import mok_jax
 from benchmarks.implementations import compiled
 from benchmarks.implementations.base import Bind, Implementation
 from benchmarks.problem import Problem
+from mok_jax.api import Implementation as Name
 
 
-def _build(name: str, problem: Problem, pass_name: str) -> Bind:
-    moe = functools.partial(mok_jax.moe, implementation=name)
+def _build(name: Name, problem: Problem, pass_name: str) -> Bind:
+    moe: compiled.Layer = functools.partial(mok_jax.moe, implementation=name)
     if problem.ranks > 1:
         by_token, by_expert = P(("data", "expert")), P("expert")
         moe = jax.shard_map(

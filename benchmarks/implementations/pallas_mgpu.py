@@ -113,8 +113,8 @@ def _tune(kind: str, lhs: jax.Array, rhs: jax.Array, groups: int) -> None:
         for tiles, future in [(tiles, pool.submit(candidate.compile)) for tiles, candidate in lowered]:
             try:
                 program = _program(future.result(), lhs, rhs, sizes)
-                taken = measure.time_launches([program] * (1 + _LAUNCHES), overlapped=True)[1:]
-                results[min(device for device, _ in taken)] = tiles
+                taken = measure.time_launches([program] * (1 + _LAUNCHES), overlapped=True)
+                results[min(launch.device_s for launch in taken if launch.device_s is not None)] = tiles
             except Exception as error:
                 failures.append(error)
     if not results:

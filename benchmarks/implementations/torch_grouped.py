@@ -51,10 +51,11 @@ def _build(compile_it: bool, problem: Problem, pass_name: str) -> Bind:
             done.synchronize()
             return _name(pass_name, results)
 
-        launch(0)[0].synchronize()
-        return Program(
-            launch, lambda handle: handle[0].synchronize(), _peak_bytes(torch, launch, sets, parameters), results
-        )
+        def wait(handle):
+            handle[0].synchronize()
+
+        wait(launch(0))  # What compiles, does so now.
+        return Program(launch, wait, _peak_bytes(torch, launch, sets, parameters), results, queue="torch")
 
     return bind
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/progress.cuh"
+#include "moe/backward.h"
 #include "moe/forward.h"
 
 namespace mok::cuda {
@@ -23,7 +24,7 @@ struct PullBuffer {
 class Puller {
  public:
   __device__ explicit Puller(PullBuffer& buffer) : buffer_(buffer) {
-    if (threadIdx.x % 32 == 0) {
+    if (lane_index() == 0) {
       for (int32_t i = 0; i < kPieces; ++i) mbarrier_init(&buffer_.full[i], 1);
       fence_mbarrier_init();
     }
@@ -33,7 +34,7 @@ class Puller {
   // Copies `rows` rows of row_bytes; source(row) is the address at the source, called by every lane.
   template <class Source>
   __device__ void copy(int32_t rows, int32_t row_bytes, uint8_t* to, const Source& source) {
-    const int32_t lane = threadIdx.x % 32;
+    const int32_t lane = lane_index();
     const uint64_t address = lane < rows ? reinterpret_cast<uint64_t>(source(lane)) : 0;
     const int32_t per_row = (row_bytes + kPieceBytes - 1) / kPieceBytes, items = rows * per_row;
     const auto load = [&](int32_t item) {
@@ -69,27 +70,63 @@ class Puller {
   uint32_t next_ = 0;  // pieces so far
 };
 
-__device__ __forceinline__ void pull_rows(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                          Puller& puller) {
+// Copies a pull task's rows from [T, H] in the sources' arenas into a ring. Padding rows become zero.
+__device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
+                                     int64_t source_offset, bf16* ring, Puller& puller) {
   const int64_t h = rank.shape.hidden;
   const int32_t begin = t.part * static_cast<int32_t>(kPullRows);
   const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.block) - begin));
   const RowSource* table = rank.row_table + t.block * kRowBlock + begin;
-  bf16* to = rank.rows + (plan.ring_block(t.block) * kRowBlock + begin) * h;
+  bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + begin) * h;
   puller.copy(rows, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), [&](int32_t i) {
     const RowSource source = table[i];
-    return rank.in_arena<bf16>(source.rank, arena.at(arena.layout.x)) + source.slot / rank.shape.top_k * h;
+    return rank.in_arena<bf16>(source.rank, arena.at(source_offset)) + source.slot / rank.shape.top_k * h;
   });
-  // Padding rows are zero.
   uint4* rest = reinterpret_cast<uint4*>(to + rows * h);
-  for (int64_t i = threadIdx.x % 32; i < (kPullRows - rows) * h / 8; i += 32) rest[i] = uint4{};
+  for (int64_t i = lane_index(); i < (kPullRows - rows) * h / 8; i += 32) rest[i] = uint4{};
+}
+
+// The router weights of a pull task's rows; of padding rows 0.
+__device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
+                                             float* row_weights) {
+  const int32_t row = t.part * static_cast<int32_t>(kPullRows) + lane_index();
+  if (lane_index() >= kPullRows) return;
+  const RowSource source = rank.row_table[t.block * kRowBlock + row];
+  float weight = 0.f;
+  if (source.rank >= 0) {
+    const float* weights = rank.in_arena<float>(source.rank, arena.at(arena.layout.weights));
+    weight = __int_as_float(load_relaxed_sys(reinterpret_cast<const int32_t*>(weights + source.slot)));
+  }
+  row_weights[plan.ring_block(t.block) * kRowBlock + row] = weight;
+}
+
+__device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceArena& arena,
+                                         const Task& t, Puller& puller) {
+  pull(rank, plan, arena, t, arena.layout.x, rank.rows, puller);
+}
+__device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceArena& arena,
+                                         const Task& t, Puller& puller) {
+  const bool grads = t.kind == TaskKind::pull_grads;
+  if (grads) pull_weights(rank, plan, arena, t, rank.row_weights);
+  pull(rank, plan, arena, t, grads ? arena.layout.dy : arena.layout.x, grads ? rank.grads : rank.rows, puller);
+}
+
+__device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const TaskList& list, int64_t ticket, Task& task) {
+  write_forward_task(plan, list, ticket, task);
+}
+__device__ __forceinline__ void write_task(const BackwardRank&, const Plan& plan, const TaskList& list, int64_t ticket, Task& task) {
+  write_backward_task(plan, list, ticket, task);
+}
+
+__device__ __forceinline__ void signal(const Task& task, int32_t* counters) {
+  for (int32_t i = 0; i < task.signal_count; ++i) add_release_gpu(counters + task.signals[i], 1);
 }
 
 // Rows of a block are ordered by source rank, so the rows of each source are one run.
 __device__ __forceinline__ void notify_sources(const Rank& rank, const Plan& plan, const Task& t) {
   const RowSource* rows = rank.row_table + t.block * kRowBlock;
   const int32_t count = plan.real_rows(t.block);
-  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+  for (int32_t i = lane_index(); i < count; i += 32) {
     const int32_t source = rows[i].rank;
     if (i > 0 && rows[i - 1].rank == source) continue;
     int32_t end = i + 1;
@@ -99,32 +136,33 @@ __device__ __forceinline__ void notify_sources(const Rank& rank, const Plan& pla
 }
 
 // One communication worker: claims tasks of the communication list until it is done or the call has failed.
-__device__ __forceinline__ void communicate(const Rank& rank, const Plan& plan, const TaskList& list, PullBuffer& buffer) {
+template <class R>
+__device__ __forceinline__ void communicate(const R& rank, const Plan& plan, const TaskList& list, PullBuffer& buffer) {
   const DeviceArena arena(rank.shape);
   const CounterMap map(plan);
-  int32_t* counters = rank.in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
+  int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   Puller puller(buffer);
-  const int32_t lane = threadIdx.x % 32;
+  const int32_t lane = lane_index();
   while (true) {
     if (lane == 0) {
       const int64_t ticket =
           atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().communication_ticket), 1ull);
       buffer.go_on = ticket < list.tasks;
       if (buffer.go_on) {
-        buffer.task = forward_task(plan, list, ticket);
+        write_task(rank, plan, list, ticket, buffer.task);
         buffer.go_on = wait_for_task(rank, map, counters, buffer.task);
       }
     }
     __syncwarp();
     if (!buffer.go_on) return;
     const Task& task = buffer.task;
-    if (task.kind == TaskKind::pull_rows) {
-      pull_rows(rank, plan, arena, task, puller);
+    if (task.kind == TaskKind::notify) {
+      notify_sources(rank, plan, task);
+    } else {
+      run_pull(rank, plan, arena, task, puller);
       fence_proxy_async();  // both proxies' writes, before they are released
       __syncwarp();
-      if (lane == 0) add_release_gpu(counters + task.signals[0], 1);
-    } else {
-      notify_sources(rank, plan, task);
+      if (lane == 0) signal(task, counters);
     }
     __syncwarp();
   }

@@ -1,18 +1,19 @@
-// The kernels as the host launches them. Each takes one Launch, by value.
+// The kernels as the host launches them. Each takes one Launch of its direction, by value.
 #pragma once
 
 #include "cuda/params.h"
 
 namespace mok::cuda {
 
-const void* schedule_forward_kernel();
+const void* schedule_kernel(Direction direction);
 int64_t schedule_shared_bytes(const Shape& shape);
 int32_t schedule_threads();
 
 namespace sm90 {
 const void* forward_kernel();
-int64_t forward_shared_bytes();
-int32_t forward_threads();
+const void* backward_kernel();
+int64_t shared_bytes();
+int32_t threads();
 TileCounts tile_counts(const Shape& shape);
 }  // namespace sm90
 

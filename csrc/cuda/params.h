@@ -1,5 +1,5 @@
-// Arguments of the kernels: one Rank a rank that runs on this device. There is one, except where a test lays several
-// virtual ranks side by side.
+// Arguments of the kernels: one rank's of a direction, or those of several virtual ranks that a test lays side by side on
+// one device.
 #pragma once
 
 #include <cuda.h>
@@ -11,11 +11,8 @@ namespace mok::cuda {
 
 using bf16 = __nv_bfloat16;
 
+// What both directions have.
 struct Rank {
-  // Tensor maps, all with the 128-byte swizzle.
-  CUtensorMap rows_map, hidden_map;        // [ring_rows, H], [ring_rows, I]; boxes of 128 rows x 64 columns
-  CUtensorMap wi_0_map, wi_1_map, wo_map;  // [E_local, H, I] twice, [E_local, I, H]; boxes of 64 rows x 64 columns
-
   Shape shape;
   TileCounts tiles;
   Save save;
@@ -23,16 +20,14 @@ struct Rank {
   int64_t timeout_ns, entry_timeout_ns;
 
   const bf16* x;                // [T, H]
+  const bf16* dy;               // [T, H]; null in the forward
   const int32_t* expert_ids;    // [T, K]
   const float* expert_weights;  // [T, K]
-
-  bf16* y;                // [T, H]
-  RowSource* row_table;   // [max_rows]
-  int32_t* expert_rows;   // [E_local]
-  int32_t* bad_tokens;    // scalar
-  bf16* pre_activations;  // [ring_rows, 2 I], gate then up, of macrobatch 0; null: not wanted
-  bf16* rows;             // [ring_rows, H]
-  bf16* hidden;           // [ring_rows, I]
+  bf16* out;                    // [T, H], y or dx
+  RowSource* row_table;         // [max_rows]; written by the forward, read by the backward
+  int32_t* expert_rows;         // [E_local]; likewise
+  bf16* rows;                   // [ring_rows, H], of x
+  bf16* hidden;                 // [ring_rows, I]; in the backward times the router weight
 
   uint8_t* workspace;      // WorkspaceLayout
   uint8_t* const* arenas;  // [ranks], DeviceArena of each
@@ -50,13 +45,41 @@ struct Rank {
   }
 };
 
+// Tensor maps all have the 128-byte swizzle and boxes 64 columns wide; a name's ending tells the box's rows. Matrices of
+// gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
+struct ForwardRank : Rank {
+  CUtensorMap rows_128, hidden_128;       // [ring_rows, H], [ring_rows, I]
+  CUtensorMap wi_0_64, wi_1_64, wo_64;    // [E_local, H, I] twice, [E_local, I, H]
+  int32_t* bad_tokens;                    // scalar
+  bf16* pre_activations;                  // [ring_rows, 2 I], of macrobatch 0; null: not wanted
+};
+
+struct BackwardRank : Rank {
+  CUtensorMap rows_128, wi_0_64, wi_1_64;               // replay, as in the forward
+  CUtensorMap grads_128, wo_256;                        // hidden_grad: [ring_rows, H]; [E_local, I, H]
+  CUtensorMap pre_activations_128, saved_pre_activations_128;
+  CUtensorMap gate_up_grads_128, hidden_128;            // its results
+  CUtensorMap wi_0_256, wi_1_256;                       // row_grad
+  CUtensorMap rows_64, saved_rows_64, grads_64, gate_up_grads_64, hidden_64;  // weight_grad
+  bf16* pre_activations;  // [ring_rows, 2 I], replayed
+  bool saved_rows;        // macrobatch 0's rows are a residual
+  bf16* grads;            // [ring_rows, H], of dy
+  float* row_weights;     // [ring_rows]
+  float* router_parts;    // [ring_rows, hidden_grad tiles]
+  float* straddle;        // [weight_grad tiles, 128, 256], accumulators in the order of registers
+  float* expert_weight_grads;  // [T, K]
+  void *wi_0_grad, *wi_1_grad, *wo_grad;
+  bool grads_in_f32;
+};
+
+template <class R>
 struct Launch {
-  Rank one;
-  const Rank* many;  // device memory; null: `one` is all
+  R one;
+  const R* many;  // device memory; null: `one` is all
   int32_t ranks_here;
   int32_t communication_ctas;  // of each rank; 0: a communication warp in every CTA
 
-  __device__ const Rank& rank(int32_t i) const { return many ? many[i] : one; }
+  __device__ const R& rank(int32_t i) const { return many ? many[i] : one; }
 };
 
 }  // namespace mok::cuda

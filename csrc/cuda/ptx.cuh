@@ -12,10 +12,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Read anew at each use: kept, they would take a register for the whole kernel.
+__device__ __forceinline__ int32_t thread_index() {
+  int32_t i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ int32_t lane_index() {
+  int32_t i;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(i));
+  return i;
+}
+
 // ---- mbarrier: a phase completes when `count` arrivals and all expected bytes have come.
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
 }
 // Makes initialised barriers visible to the asynchronous proxy.
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -68,6 +83,17 @@ __device__ __forceinline__ void tensor_load_3d(void* shared, const CUtensorMap* 
           "r"(shared_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
       : "memory");
+}
+__device__ __forceinline__ void tensor_store_2d(const CUtensorMap* map, const void* shared, int32_t x, int32_t y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(shared_address(shared)), "r"(x), "r"(y)
+               : "memory");
+}
+__device__ __forceinline__ void tensor_store_3d(const CUtensorMap* map, const void* shared, int32_t x, int32_t y,
+                                                int32_t z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most `pending` of the thread's latest groups have not yet read their shared memory.
@@ -130,9 +156,25 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return t;
 }
 
-// Synchronises `threads` threads of the CTA that name the same barrier (1 to 15; 0 is __syncthreads).
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8; it gets or gives elements
+// 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of each.
+__device__ __forceinline__ uint4 load_matrices(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
 }
 
 }  // namespace mok::cuda

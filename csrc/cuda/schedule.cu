@@ -1,7 +1,9 @@
-// The schedule kernel of the forward: fills the rank's arena, meets the other ranks, and builds the row table, the
-// macrobatches and the task lists, bit for bit those of csrc/moe. The host learns nothing and waits for nothing.
+// The schedule kernel: fills the rank's arena, meets the other ranks, and builds the row table (in the forward; it is the
+// backward's residual), the macrobatches and the task lists, bit for bit those of csrc/moe. The host learns nothing and
+// waits for nothing.
 #include "cuda/kernels.h"
 #include "cuda/progress.cuh"
+#include "moe/backward.h"
 #include "moe/forward.h"
 
 namespace mok::cuda {
@@ -35,14 +37,23 @@ struct Block {
   }
 };
 
-// What peers will read: x, router weights, clean expert ids. Counts the rank's own slots and bad tokens.
+// Copies [T, H] into the rank's arena.
+__device__ void stage(const Block& b, const bf16* from, int64_t offset) {
+  const Shape& s = b.rank.shape;
+  const uint4* source = reinterpret_cast<const uint4*>(from);
+  uint4* to = b.rank.in_arena<uint4>(s.rank, b.arena.at(offset));
+  const int64_t step = int64_t{b.count} * kThreads, count = s.tokens * s.hidden / 8;
+#pragma unroll 4
+  for (int64_t i = int64_t{b.index} * kThreads + threadIdx.x; i < count; i += step) to[i] = __ldcs(source + i);
+}
+
+// What peers will read: x, dy, router weights, clean expert ids. Counts the rank's own slots and bad tokens.
 __device__ void fill_arena(Block& b) {
   const Rank& rank = b.rank;
   const Shape& s = rank.shape;
+  stage(b, rank.x, b.arena.layout.x);
+  if (rank.dy) stage(b, rank.dy, b.arena.layout.dy);
   const int64_t first = int64_t{b.index} * kThreads + threadIdx.x, step = int64_t{b.count} * kThreads;
-  const uint4* x = reinterpret_cast<const uint4*>(rank.x);
-  uint4* staged = rank.in_arena<uint4>(s.rank, b.arena.at(b.arena.layout.x));
-  for (int64_t i = first; i < s.tokens * s.hidden / 8; i += step) staged[i] = x[i];
   float* weights = rank.in_arena<float>(s.rank, b.arena.at(b.arena.layout.weights));
   for (int64_t i = first; i < s.slots(); i += step) weights[i] = rank.expert_weights[i];
 
@@ -168,18 +179,10 @@ __device__ void write_rows(const Block& b, const Tables& t) {
   }
 }
 
-// One CTA writes what the layer's kernel runs by.
-__device__ void write_schedule(const Block& b, const Tables& t) {
+// Writes, by one thread, what the layer's kernel runs by; expert_rows and the table of first blocks are in place.
+__device__ void write_schedule(const Block& b, Direction direction) {
   const Rank& rank = b.rank;
   const Shape& s = rank.shape;
-  int32_t* expert_block = rank.in_workspace<int32_t>(b.layout.expert_block);
-  for (int32_t e = threadIdx.x; e <= t.experts; e += kThreads) {
-    expert_block[e] = t.expert_block[e];
-    if (e < t.experts) rank.expert_rows[e] = t.expert_rows[e];
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  *rank.bad_tokens = rank.header().bad_tokens;
   int32_t* macro_block = rank.in_workspace<int32_t>(b.layout.macro_block);
   Schedule& schedule = *rank.in_workspace<Schedule>(b.layout.schedule);
   Plan& p = schedule.plan;
@@ -187,42 +190,78 @@ __device__ void write_schedule(const Block& b, const Tables& t) {
   p.save = rank.save;
   p.rank = static_cast<int32_t>(s.rank);
   p.ranks = static_cast<int32_t>(s.ranks);
-  p.experts = t.experts;
+  p.experts = static_cast<int32_t>(s.local_experts);
   p.ring_blocks = static_cast<int32_t>(s.ring_rows / kRowBlock);
   p.minibatch_blocks = static_cast<int32_t>(s.minibatch_rows / kRowBlock);
-  p.macrobatches = cut_macrobatches(t.expert_block, t.experts, p.ring_blocks, macro_block);
   p.token_blocks = static_cast<int32_t>(ceil_div(s.tokens, kReduceTokens));
   p.valid_slots = rank.header().valid_slots;
   p.expert_rows = rank.expert_rows;
-  p.expert_block = expert_block;
+  p.expert_block = rank.in_workspace<int32_t>(b.layout.expert_block);
   p.macro_block = macro_block;
+  p.macrobatches = cut_macrobatches(p.expert_block, p.experts, p.ring_blocks, macro_block);
   TaskList communication{rank.in_workspace<Segment>(b.layout.communication)};
   TaskList compute{rank.in_workspace<Segment>(b.layout.compute)};
-  forward_communication(p, communication);
-  forward_compute(p, compute);
+  if (direction == Direction::forward) {
+    forward_communication(p, communication);
+    forward_compute(p, compute);
+  } else {
+    backward_communication(p, communication);
+    backward_compute(p, compute);
+  }
   schedule.communication = communication;
   schedule.compute = compute;
 }
 
-__global__ void __launch_bounds__(kThreads) schedule_forward(const __grid_constant__ Launch launch) {
-  extern __shared__ int32_t memory[];
-  const int32_t ranks = launch.ranks_here, here = static_cast<int32_t>(blockIdx.x) % ranks;
-  Block b(launch.rank(here), static_cast<int32_t>(blockIdx.x) / ranks, static_cast<int32_t>(gridDim.x) / ranks);
-  const Tables t(static_cast<int32_t>(b.rank.shape.local_experts), memory);
-  if (failed(b.rank)) return;
+__device__ __forceinline__ bool begin(Block& b) {
+  if (failed(b.rank)) return false;
   fill_arena(b);
-  if (!b.barrier(1) || !meet(b)) return;
+  return b.barrier(1) && meet(b);
+}
+
+template <class R>
+__device__ __forceinline__ Block block_of(const Launch<R>& launch) {
+  const int32_t ranks = launch.ranks_here, index = static_cast<int32_t>(blockIdx.x);
+  return Block(launch.rank(index % ranks), index / ranks, static_cast<int32_t>(gridDim.x) / ranks);
+}
+
+__global__ void __launch_bounds__(kThreads) schedule_forward(const __grid_constant__ Launch<ForwardRank> launch) {
+  extern __shared__ int32_t memory[];
+  Block b = block_of(launch);
+  const Tables t(static_cast<int32_t>(b.rank.shape.local_experts), memory);
+  if (!begin(b)) return;
   count_slots(b, t);
   if (!b.barrier(2)) return;
   place_experts(b, t);
   write_rows(b, t);
-  if (b.index == 0) write_schedule(b, t);
+  if (b.index != 0) return;
+  int32_t* expert_block = b.rank.in_workspace<int32_t>(b.layout.expert_block);
+  for (int32_t e = threadIdx.x; e <= t.experts; e += kThreads) {
+    expert_block[e] = t.expert_block[e];
+    if (e < t.experts) b.rank.expert_rows[e] = t.expert_rows[e];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  *launch.rank(static_cast<int32_t>(blockIdx.x) % launch.ranks_here).bad_tokens = b.rank.header().bad_tokens;
+  write_schedule(b, Direction::forward);
+}
+
+__global__ void __launch_bounds__(kThreads) schedule_backward(const __grid_constant__ Launch<BackwardRank> launch) {
+  Block b = block_of(launch);
+  if (!begin(b) || b.index != 0 || threadIdx.x != 0) return;
+  int32_t* expert_block = b.rank.in_workspace<int32_t>(b.layout.expert_block);
+  expert_block[0] = 0;
+  for (int64_t e = 0; e < b.rank.shape.local_experts; ++e) {
+    expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(b.rank.expert_rows[e], kRowBlock));
+  }
+  write_schedule(b, Direction::backward);
 }
 
 }  // namespace
 
-const void* schedule_forward_kernel() { return reinterpret_cast<const void*>(schedule_forward); }
-
+const void* schedule_kernel(Direction direction) {
+  return direction == Direction::forward ? reinterpret_cast<const void*>(schedule_forward)
+                                         : reinterpret_cast<const void*>(schedule_backward);
+}
 int64_t schedule_shared_bytes(const Shape& s) { return 4 * (kWarps * s.local_experts + 2 * s.local_experts + 1); }
 int32_t schedule_threads() { return kThreads; }
 

@@ -71,11 +71,13 @@ MOK_FN void weight_grad_waits(const Plan& p, const CounterMap& counters, Task& t
   }
 }
 
-MOK_FN Task backward_task(const Plan& p, const TaskList& list, int64_t ticket) {
+// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be in
+// registers.
+MOK_FN void write_backward_task(const Plan& p, const TaskList& list, int64_t ticket, Task& t) {
   const Segment& s = list.segment_of(ticket);
   const int64_t offset = ticket - s.first_ticket;
   const CounterMap counters(p);
-  Task t = task_in(s);
+  begin_task(t, s);
   // The block that held this one's place in the ring, or -1. Weight gradients are the last to read a pulled row.
   const auto before = [&] { return t.block - p.ring_blocks; };
   const auto wait_for_pull_place = [&] {
@@ -135,6 +137,11 @@ MOK_FN Task backward_task(const Plan& p, const TaskList& list, int64_t ticket) {
       t.wait_for(counters.arrived(), p.valid_slots);
       break;
   }
+}
+
+MOK_FN Task backward_task(const Plan& p, const TaskList& list, int64_t ticket) {
+  Task t;
+  write_backward_task(p, list, ticket, t);
   return t;
 }
 

@@ -40,11 +40,13 @@ MOK_FN void forward_compute(const Plan& p, TaskList& list) {
   list.add(TaskKind::reduce, 0, {0, p.token_blocks}, 1);
 }
 
-MOK_FN Task forward_task(const Plan& p, const TaskList& list, int64_t ticket) {
+// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be in
+// registers.
+MOK_FN void write_forward_task(const Plan& p, const TaskList& list, int64_t ticket, Task& t) {
   const Segment& s = list.segment_of(ticket);
   const int64_t offset = ticket - s.first_ticket;
   const CounterMap counters(p);
-  Task t = task_in(s);
+  begin_task(t, s);
   // Waits until the block that held this one's place in the ring has been consumed, if there was one.
   const auto wait_for_place = [&](Counter consumed, int32_t tiles) {
     const int32_t before = t.block + p.ring_blocks;
@@ -76,6 +78,11 @@ MOK_FN Task forward_task(const Plan& p, const TaskList& list, int64_t ticket) {
       t.wait_for(counters.arrived(), p.valid_slots);
       break;
   }
+}
+
+MOK_FN Task forward_task(const Plan& p, const TaskList& list, int64_t ticket) {
+  Task t;
+  write_forward_task(p, list, ticket, t);
   return t;
 }
 

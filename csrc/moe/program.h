@@ -90,14 +90,13 @@ struct Segment {
   MOK_FN int64_t tasks() const { return int64_t{end - begin} * parts; }
 };
 
-MOK_FN Task task_in(const Segment& s) {
-  Task t;
+// Makes `t` a task of the segment that waits for and signals nothing yet.
+MOK_FN void begin_task(Task& t, const Segment& s) {
   t.kind = s.kind;
   t.macrobatch = s.macrobatch;
   t.block = t.part = t.wait_count = t.signal_count = 0;
   t.blocks = 1;
   t.expert = -1;
-  return t;
 }
 
 // Where a segment's tasks go: three orders, each from the offset in the segment to an item and its part.

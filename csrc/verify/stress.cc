@@ -265,12 +265,15 @@ bool stress() {
   const std::vector<Schedule> few_ranks = {{kSome, 0, 8 * kRowBlock, 1, 1, 0},
                                            {kSome, kRowBlock, kRowBlock, 2, 3, 1},
                                            {kNothing, 2 * kRowBlock, kRowBlock, 1, 4, 2},
-                                           {kAll, 4 * kRowBlock, 2 * kRowBlock, 3, 2, 3}};
+                                           {kAll, 4 * kRowBlock, 2 * kRowBlock, 3, 2, 3},
+                                           {kNothing, kRowBlock, kRowBlock, 1, 1, 4},
+                                           {kSome, 2 * kRowBlock, kRowBlock, 4, 8, 5}};
   // With experts of two blocks and a ring of three, every second macrobatch ends within an expert.
   const std::vector<Schedule> ring_of_three = {{kSome, 0, kRowBlock, 1, 1, 0},
-                                               {kSome, 3 * kRowBlock, kRowBlock, 2, 4, 5},
-                                               {kSome, 3 * kRowBlock, kRowBlock, 2, 8, 6}};
-  const std::vector<Schedule> rack = {{kSome, 0, kRowBlock, 1, 1, 0}, {kSome, kRowBlock, kRowBlock, 1, 1, 4}};
+                                               {kSome, 3 * kRowBlock, kRowBlock, 2, 4, 8},
+                                               {kSome, 3 * kRowBlock, kRowBlock, 2, 8, 9}};
+  const std::vector<Schedule> rack = {
+      {kSome, 0, kRowBlock, 1, 1, 0}, {kSome, kRowBlock, kRowBlock, 1, 1, 6}, {kAll, kRowBlock, kRowBlock, 1, 2, 7}};
   bool good = true;
   good &= same_bits<float>({"one rank", 1, 300, 3, 24, 40, 5, .4}, few_ranks);
   good &= same_bits<float>({"one rank, experts in pieces", 1, 360, 5, 24, 40, 8, 0}, ring_of_three);

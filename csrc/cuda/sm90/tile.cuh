@@ -9,12 +9,14 @@ namespace mok::cuda::sm90 {
 
 inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kTileDepth = 64, kGroupRows = 64;
 inline constexpr int32_t kAccumulators = 128;   // a thread: 64 x 256 over 128 threads
+using Accumulators = float[kAccumulators];
 inline constexpr int32_t kBoxColumns = 64;      // 128 bytes, the swizzle's width
 inline constexpr int32_t kBoxBytes = kTileDepth * kBoxColumns * 2;
 inline constexpr int32_t kLeftBytes = static_cast<int32_t>(kRowBlock) * kTileDepth * 2;
 inline constexpr int32_t kRightBytes = kTileColumns * kTileDepth * 2;
 inline constexpr int32_t kStageBytes = kLeftBytes + kRightBytes;
 inline constexpr int32_t kStages = 3;
+inline constexpr int32_t kChunks = kStages;  // as many as stages, so that math warps are never a whole phase ahead
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
 inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
 
@@ -23,12 +25,14 @@ struct TileMemory {
   alignas(128) uint8_t staging[2][kGroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
+  uint64_t chunk_full[kChunks];  // an epilogue's chunk of a stage is ready to be stored
 
   __device__ void initialise() {
     for (int32_t i = 0; i < kStages; ++i) {
       mbarrier_init(&stage_full[i], 1);
       mbarrier_init(&stage_empty[i], 8);  // one arrival a math warp
     }
+    for (int32_t i = 0; i < kChunks; ++i) mbarrier_init(&chunk_full[i], 8);
     for (int32_t i = 0; i < 2; ++i) {
       mbarrier_init(&staging_full[i], 128);
       mbarrier_init(&staging_empty[i], 1);
@@ -36,41 +40,48 @@ struct TileMemory {
   }
 };
 
+// Position in a ring of barriers: slot, and the parity of the phase to wait for. Packed, since registers are scarce.
+template <int32_t size>
+class Turn {
+ public:
+  __device__ __forceinline__ int32_t slot() const { return state_ >> 1; }
+  __device__ __forceinline__ uint32_t parity() const { return state_ & 1; }
+  __device__ __forceinline__ void advance() {
+    state_ = state_ >> 1 == size - 1 ? (state_ & 1) ^ 1 : state_ + 2;
+  }
+
+ private:
+  int32_t state_ = 0;
+};
+
 // A side's position in the ring of stages.
 class Stages {
  public:
   // Producer: waits until the stage is free, and announces its bytes.
-  __device__ __forceinline__ uint8_t* acquire(TileMemory& m) {
-    mbarrier_wait(&m.stage_empty[slot_], parity_ ^ 1);
-    mbarrier_arrive_expect(&m.stage_full[slot_], kStageBytes);
-    return m.stages[slot_];
+  __device__ __forceinline__ uint8_t* acquire(TileMemory& m, uint32_t bytes) {
+    mbarrier_wait(&m.stage_empty[turn_.slot()], turn_.parity() ^ 1);
+    mbarrier_arrive_expect(&m.stage_full[turn_.slot()], bytes);
+    return m.stages[turn_.slot()];
   }
-  __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[slot_]; }
+  __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.slot()]; }
   // Math: waits until the stage is loaded.
   __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
-    mbarrier_wait(&m.stage_full[slot_], parity_);
-    return shared_address(m.stages[slot_]);
+    mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
+    return shared_address(m.stages[turn_.slot()]);
   }
-  __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[slot_]; }
-  __device__ __forceinline__ void advance() {
-    if (++slot_ == kStages) {
-      slot_ = 0;
-      parity_ ^= 1;
-    }
-  }
+  __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[turn_.slot()]; }
+  __device__ __forceinline__ void advance() { turn_.advance(); }
 
  private:
-  int32_t slot_ = 0;
-  uint32_t parity_ = 0;
+  Turn<kStages> turn_;
 };
 
 // Which dimension of the operands is contiguous: K, or (transposed) the other one.
-enum class Layout { activations_weights, activations_weights_k, both_transposed };
+enum class Layout { activations_weights, activations_weights_k, both_transposed };  // K-major left, unless both
 
-// One stage: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; without `accumulate` the sum begins anew.
-template <Layout layout>
-__device__ __forceinline__ void multiply_stage(float (&acc)[kAccumulators], uint32_t stage, int32_t group,
-                                               bool accumulate) {
+// One stage: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; without kAccumulate the sum begins anew.
+template <Layout layout, bool kAccumulate>
+__device__ __forceinline__ void multiply_stage(Accumulators& acc, uint32_t stage, int32_t group) {
   constexpr bool kLeftTransposed = layout == Layout::both_transposed;
   constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
   // Either way a warpgroup's part of the left operand is 8,192 bytes.
@@ -82,22 +93,21 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[kAccumulators], uint
   for (int32_t k = 0; k < kTileDepth / 16; ++k) {
     wgmma_64x256x16<kLeftTransposed, kRightTransposed>(acc, left + k * (kLeftTransposed ? kMnMajorStep : kKMajorStep),
                                                        right + k * (kRightTransposed ? kMnMajorStep : kKMajorStep),
-                                                       accumulate || k > 0);
+                                                       kAccumulate || k > 0);
   }
   wgmma_commit();
 }
 
-// acc = (accumulate ? acc : 0) + the product over `steps` stages. A stage is given back when the next one's products are
+// acc = (kAccumulate ? acc : 0) + the product over `steps` stages. A stage is given back when the next one's products are
 // under way.
-template <Layout layout>
-__device__ __forceinline__ void multiply(float (&acc)[kAccumulators], TileMemory& m, int32_t group, int32_t steps,
-                                         bool accumulate, Stages& stages) {
-  const bool elected = threadIdx.x % 32 == 0;
-  multiply_stage<layout>(acc, stages.wait_full(m), group, accumulate);
+template <Layout layout, bool kAccumulate>
+__device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps, Stages& stages) {
+  const bool elected = lane_index() == 0;
+  multiply_stage<layout, kAccumulate>(acc, stages.wait_full(m), group);
   uint64_t* previous = stages.empty(m);
   stages.advance();
   for (int32_t step = 1; step < steps; ++step) {
-    multiply_stage<layout>(acc, stages.wait_full(m), group, true);
+    multiply_stage<layout, true>(acc, stages.wait_full(m), group);
     wgmma_wait<1>();
     if (elected) mbarrier_arrive(previous);
     previous = stages.empty(m);
@@ -113,17 +123,22 @@ class Staging {
   __device__ Staging(TileMemory& m, int32_t group)
       : full_(&m.staging_full[group]), empty_(&m.staging_empty[group]) {
     // stmatrix: lane l gives the row of 8 columns at which matrix l / 8 has its row l % 8.
-    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int32_t lane = lane_index(), warp = thread_index() / 32 % 4;
     const int32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, column = lane / 16 * 8;
     address_ = shared_address(m.staging[group]) + row * kStagingPitch + column * 2;
+    f32_address_ = shared_address(m.staging[group]) + (warp * 16 + lane / 4) * kStagingPitch + lane % 4 * 8;
   }
   __device__ __forceinline__ void acquire() { mbarrier_wait(empty_, parity_ ^ 1); }
-  // 16 columns, from 16 * i on, in the order of the accumulators.
-  __device__ __forceinline__ void write(int32_t i, float a0, float a1, float a2, float a3, float a4, float a5, float a6,
-                                        float a7) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address_ + i * 32),
-                 "r"(pack(a0, a1)), "r"(pack(a2, a3)), "r"(pack(a4, a5)), "r"(pack(a6, a7))
-                 : "memory");
+  // 16 columns, from 16 * i on, of 8 accumulators.
+  __device__ __forceinline__ void write(int32_t i, const float* a) {
+    store_matrices(address_ + i * 32, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
+                   pack_bf16(a[6], a[7]));
+  }
+  // 8 columns, from 8 * i on, of 4 accumulators, unrounded.
+  __device__ __forceinline__ void write_f32(int32_t i, const float* a) {
+    const uint32_t address = f32_address_ + i * 32;
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a[0]), "f"(a[1]) : "memory");
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address + 8 * kStagingPitch), "f"(a[2]), "f"(a[3]) : "memory");
   }
   __device__ __forceinline__ void release() {
     fence_proxy_async_shared();
@@ -132,14 +147,8 @@ class Staging {
   }
 
  private:
-  __device__ static __forceinline__ uint32_t pack(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-  }
-
   uint64_t *full_, *empty_;
-  uint32_t address_, parity_ = 0;
+  uint32_t address_, f32_address_, parity_ = 0;
 };
 
 // The store warp's side.
@@ -156,14 +165,21 @@ class StoreSide {
     bulk_commit();
     bulk_wait_read<0>();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_);
+    if (lane_index() == 0) mbarrier_arrive(empty_);
     parity_ ^= 1;
   }
+
+  // Stages pass by the store warps, which see only those that an epilogue fills: `stage_after(n)` is the slot of the n-th
+  // stage of the current task, skip(n) leaves a task's n stages behind.
+  __device__ __forceinline__ int32_t stage_after(int32_t n) const { return (stage_ + n) % kStages; }
+  __device__ __forceinline__ void skip(int32_t n) { stage_ = stage_after(n); }
+  Turn<kChunks> chunk;
 
  private:
   uint64_t *full_, *empty_;
   const uint8_t* data_;
   uint32_t parity_ = 0;
+  int32_t stage_ = 0;
 };
 
 }  // namespace mok::cuda::sm90

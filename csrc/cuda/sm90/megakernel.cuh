@@ -1,0 +1,250 @@
+// The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a producer warp claims compute tasks and
+// feeds tiles to two math warpgroups; two store warps push what these have staged; a communication warp pulls rows.
+// CTAs take their roles in the order in which they arrive. What the tasks of a direction are is in forward.cu and
+// backward.cu, as a Work:
+//   using Rank           its arguments
+//   steps(rank, task)    stages that the producer loads for a matrix product (0: none)
+//   extra(task)          stages beyond them, for the epilogue
+//   load(rank, s, task, step, stages)
+//   compute(rank, s, task, math)       by all math warps
+//   store(rank, s, task, group, side)  by the store warp of a warpgroup; what it stored is complete when it returns
+//   kStoresHalves(task)  how many store warps store
+#pragma once
+
+#include "cuda/communicate.cuh"
+#include "cuda/kernels.h"
+#include "cuda/reduce.cuh"
+#include "cuda/sm90/tile.cuh"
+
+namespace mok::cuda::sm90 {
+
+inline constexpr int32_t kMathWarps = 8, kProducerWarp = 8, kFirstStoreWarp = 9, kCommunicationWarp = 11, kWarps = 12;
+inline constexpr int32_t kThreads = kWarps * 32;
+inline constexpr int32_t kQueue = 3;
+inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
+
+struct Shared {
+  TileMemory tiles;  // first: stages need the strongest alignment
+  PullBuffer pull;
+  Schedule schedule;
+  Task queue[kQueue];
+  uint64_t queue_full[kQueue], queue_empty[kQueue];
+  int32_t halves[kQueue];  // store warps that are done with the task
+  int64_t call;  // this one's number
+  int32_t here, arrival, last;
+};
+static_assert(sizeof(Shared) <= 232448);
+static_assert(kWarps * sizeof(PullBuffer) <= sizeof(TileMemory));
+
+// ---- The producer: one lane.
+
+// Claims the next compute task into its place in the queue, once whoever had that place has left it.
+template <class R>
+__device__ __forceinline__ void claim(const R& rank, Shared& s, Turn<kQueue> turn) {
+  mbarrier_wait(&s.queue_empty[turn.slot()], turn.parity() ^ 1);
+  const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().compute_ticket), 1ull);
+  if (ticket < s.schedule.compute.tasks) {
+    write_task(rank, s.schedule.plan, s.schedule.compute, ticket, s.queue[turn.slot()]);
+  } else {
+    s.queue[turn.slot()].kind = kStop;
+  }
+}
+
+template <class Work>
+__device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
+  const CounterMap map(s.schedule.plan);
+  const int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
+  Stages stages;
+  Turn<kQueue> turn;
+  claim(rank, s, turn);
+  while (true) {
+    Task& task = s.queue[turn.slot()];
+    if (task.kind != kStop && !wait_for_task(rank, map, counters, task)) task.kind = kStop;
+    mbarrier_arrive(&s.queue_full[turn.slot()]);
+    if (task.kind == kStop) return;
+    Turn<kQueue> next = turn;
+    next.advance();
+    const int32_t steps = Work::steps(rank, task) + Work::extra(task);
+    // The next task is found while the stages of this one are full, so that finding it costs nothing.
+    for (int32_t step = 0; step < steps; ++step) {
+      if (step == steps / 2) claim(rank, s, next);
+      Work::load(rank, s, task, step, stages);
+    }
+    if (steps == 0) claim(rank, s, next);
+    turn = next;
+  }
+}
+
+// ---- Math warpgroups.
+
+// What a math thread keeps from task to task.
+struct Math {
+  Stages stages;
+  Staging staging;
+  Turn<kChunks> chunk;
+
+  __device__ explicit Math(Shared& s) : staging(s.tiles, thread_index() / 128) {}
+  // Accumulators live no longer than their task: registers that survived it would be copied around each product.
+  template <Layout layout, bool kAccumulate = false>
+  __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, int32_t steps) {
+    sm90::multiply<layout, kAccumulate>(acc, s.tiles, thread_index() / 128, steps, stages);
+  }
+  __device__ __forceinline__ void stage(const Accumulators& acc) {
+    staging.acquire();
+#pragma unroll
+    for (int32_t i = 0; i < kAccumulators / 8; ++i) staging.write(i, acc + 8 * i);
+    staging.release();
+  }
+};
+
+template <class Work>
+__device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
+  Math math(s);
+  for (Turn<kQueue> turn;; turn.advance()) {
+    mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
+    const Task& task = s.queue[turn.slot()];
+    if (task.kind == kStop) return;
+    Work::compute(rank, s, task, math);
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+  }
+}
+
+// ---- Store warps: one a warpgroup.
+
+// Stores `bytes` from `staged` on of the first `count` of 64 staged rows to address(row); each lane two rows.
+template <class Address>
+__device__ __forceinline__ void store_rows(const uint8_t* staged, int32_t count, int64_t bytes, const Address& address) {
+  for (int32_t i = lane_index(); i < kGroupRows; i += 32) {
+    if (i < count) bulk_store(address(i), staged + i * kStagingPitch, static_cast<uint32_t>(bytes));
+  }
+}
+
+// Each row of the tile goes straight to its slot at its source.
+__device__ __forceinline__ void push_rows(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
+                                          int32_t group, StoreSide& side) {
+  const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
+  const RowSource* table = rank.row_table + t.block * kRowBlock + group * kGroupRows;
+  const uint8_t* staged = side.acquire();
+  store_rows(staged, plan.real_rows(t.block) - group * kGroupRows, 2 * smaller<int64_t>(kTileColumns, h - column),
+             [&](int32_t i) {
+               const RowSource to = table[i];
+               return rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
+             });
+  side.release();
+}
+
+template <class Work>
+__device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s, int32_t group) {
+  const DeviceArena arena(rank.shape);
+  int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
+  StoreSide side(s.tiles, group);
+  for (Turn<kQueue> turn;; turn.advance()) {
+    mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
+    const Task& task = s.queue[turn.slot()];
+    if (task.kind == kStop) return;
+    if (task.kind != TaskKind::reduce) {
+      Work::store(rank, s, arena, task, group, side);
+      bulk_wait_all();
+      fence_proxy_async();
+      __syncwarp();
+      // Whichever of the two is done second signals for both.
+      if (lane_index() == 0 && add_acq_rel_shared(&s.halves[turn.slot()], 1) == 1) {
+        s.halves[turn.slot()] = 0;
+        signal(task, counters);
+      }
+    }
+    side.skip(Work::steps(rank, task) + Work::extra(task));
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+  }
+}
+
+// ---- The CTA.
+
+template <class Work>
+__device__ __forceinline__ void run_compute_cta(const typename Work::Rank& rank, Shared& s, bool communicates) {
+  const int32_t warp = thread_index() / 32;
+  if (warp < kMathWarps) {
+    take_registers<kMathRegisters>();
+    compute<Work>(rank, s);
+    return;
+  }
+  give_registers<kServiceRegisters>();
+  if (warp == kProducerWarp) {
+    if (lane_index() == 0) produce<Work>(rank, s);
+  } else if (warp != kCommunicationWarp) {
+    store<Work>(rank, s, warp - kFirstStoreWarp);
+  } else if (communicates) {
+    communicate(rank, s.schedule.plan, s.schedule.communication, s.pull);
+  }
+}
+
+// The first CTA of a rank to arrive communicates, the second computes, so that two are enough for all to finish.
+template <class R>
+__device__ __forceinline__ bool is_communication_cta(const Launch<R>& launch, int32_t order) {
+  return launch.communication_ctas > 0 && order != 1 && order - (order > 1) < launch.communication_ctas;
+}
+
+__device__ __forceinline__ void initialise(Shared& s) {
+  for (int32_t i = 0; i < kQueue; ++i) {
+    mbarrier_init(&s.queue_full[i], 1);
+    mbarrier_init(&s.queue_empty[i], kMathWarps + 2);
+    s.halves[i] = 0;
+  }
+  s.tiles.initialise();
+  fence_mbarrier_init();
+}
+
+template <class T>
+__device__ void fill_nan(T* data, int64_t count) {
+  for (int64_t i = thread_index(); i < count; i += kThreads) data[i] = T(kNaN);
+}
+
+// The rank's last CTA ends its call; float results of a call that has failed are NaN.
+template <class Work>
+__device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch, const typename Work::Rank& rank,
+                                       Shared& s) {
+  __threadfence();
+  __syncthreads();
+  if (thread_index() == 0) {
+    const int32_t ranks = launch.ranks_here, ctas = (static_cast<int32_t>(gridDim.x) - s.here + ranks - 1) / ranks;
+    s.last = atomicAdd(&rank.header().departures, 1) == ctas - 1;
+  }
+  __syncthreads();
+  if (!s.last) return;
+  if (failed(rank)) Work::spoil(rank);
+  if (thread_index() == 0) {
+    ArenaHeader& header = rank.arena_header(rank.shape.rank);
+    header.arrived_before += rank.header().valid_slots;
+    header.call = s.call;
+  }
+}
+
+template <class Work>
+__device__ __forceinline__ void run(const Launch<typename Work::Rank>& launch) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  // Arrival a serves rank a mod ranks, so that every rank soon has its CTAs, whichever are resident.
+  if (thread_index() == 0) {
+    s.arrival = atomicAdd(&launch.rank(0).header().arrivals, 1);
+    s.here = s.arrival % launch.ranks_here;
+    initialise(s);
+  }
+  __syncthreads();
+  const typename Work::Rank& rank = launch.rank(s.here);
+  if (thread_index() == 0) s.call = rank.arena_header(rank.shape.rank).call + 1;
+  if (!failed(rank)) {
+    if (thread_index() == 0) s.schedule = *rank.template in_workspace<Schedule>(WorkspaceLayout(rank.shape).schedule);
+    __syncthreads();
+    if (is_communication_cta(launch, s.arrival / launch.ranks_here)) {
+      PullBuffer* buffers = reinterpret_cast<PullBuffer*>(&s.tiles);
+      communicate(rank, s.schedule.plan, s.schedule.communication, buffers[thread_index() / 32]);
+    } else {
+      run_compute_cta<Work>(rank, s, launch.communication_ctas == 0);
+    }
+  }
+  depart<Work>(launch, rank, s);
+}
+
+}  // namespace mok::cuda::sm90
