@@ -11,7 +11,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc mok_jax -type f -not 
 # What depends on JAX's version: tracing, lowering, sharding, and every kind of program around a call.
 CORE_TESTS := $(addprefix tests/test_,xla_contract.py refusals.py sharding.py nnx.py)
 
-.PHONY: demo test test-floor lint format build clean
+.PHONY: demo test test-floor gpu-test gpu-bench bench lint format build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -31,6 +31,19 @@ $(VENV)/.built $(FLOOR)/.built: %/.built: %/.packages $(SOURCES)
 	$(@D)/bin/pip install --quiet --no-build-isolation --no-deps $(SETTINGS) --editable .
 	touch $@
 
+# On a machine with a GPU and, offline, a python3 that has jax, flax, nanobind, scikit-build-core and pytest.
+GPU := .venv-gpu
+$(GPU)/.built: $(SOURCES)
+	python3 -m venv --system-site-packages $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/gpu --editable .
+	touch $@
+
+gpu-test: $(GPU)/.built
+	JAX_PLATFORMS=cuda,cpu $(GPU)/bin/python -m pytest -m gpu $(ARGS)
+
+gpu-bench: $(GPU)/.built
+	$(GPU)/bin/python -m benchmarks.layer --keep-going $(ARGS)
+
 # Trains a small Mixture-of-Experts language model on real text; results are in runs/demo.
 demo: build
 	$(RUN) -m models.train $(ARGS)
@@ -40,6 +53,9 @@ test: build
 
 test-floor: $(FLOOR)/.built
 	$(FLOOR)/bin/python -m pytest $(CORE_TESTS) $(ARGS)
+
+bench: build
+	$(RUN) -m benchmarks.layer $(ARGS)
 
 lint: build
 	$(RUN) -m ruff check .
@@ -53,4 +69,4 @@ format: build
 	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh')
 
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist runs
+	rm -rf $(VENV) $(FLOOR) $(GPU) build dist runs

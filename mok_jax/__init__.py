@@ -7,7 +7,7 @@ Importing this package starts no backend. The layer for Flax models is in ``mok_
 from mok_jax.api import moe
 from mok_jax.config import MoKConfig
 from mok_jax.megakernel import remat_policy
-from mok_jax.native import register_ffi_targets
+from mok_jax.native import check, register_ffi_targets
 from mok_jax.stats import MoEStats
 
-__all__ = ["MoEStats", "MoKConfig", "moe", "register_ffi_targets", "remat_policy"]
+__all__ = ["MoEStats", "MoKConfig", "check", "moe", "register_ffi_targets", "remat_policy"]

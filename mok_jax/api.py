@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
-from mok_jax import checks, megakernel, reference, xla
+from mok_jax import checks, megakernel, native, reference, xla
 from mok_jax.config import MoKConfig
 from mok_jax.stats import MoEStats
 
@@ -76,7 +77,7 @@ def moe(
     checks.check_arguments(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
-    implementation = choose_implementation(implementation)
+    implementation = choose_implementation(implementation, x, axis_name)
     run: Callable = {
         "megakernel": functools.partial(megakernel.moe, config=config),
         "xla": xla.moe,
@@ -90,15 +91,33 @@ def moe(
     return (y, stats) if return_stats else y
 
 
-def choose_implementation(implementation: Implementation | None) -> Implementation:
-    """What None means here; any other name is checked and returned."""
+def choose_implementation(implementation: Implementation | None, x, axis_name) -> Implementation:
+    """What None means for these arguments on the default backend; any other name is checked and returned."""
     if implementation is not None:
         checks.check_choice("implementation", implementation, ("megakernel", "xla", "reference"))
         return implementation
-    if jax.default_backend() == "cpu":
+    backend = jax.default_backend()
+    if backend == "cpu":
         return "megakernel"
-    _warn_once(f"mok_jax has no megakernel for {jax.default_backend()} yet; using implementation='xla'")
+    lacking = _lacking_on_gpu(x, axis_name) if backend == "gpu" else f"no kernel for platform {backend!r}"
+    if lacking is None:
+        return "megakernel"
+    _warn_once(f"mok_jax: {lacking}; using implementation='xla'")
     return "xla"
+
+
+def _lacking_on_gpu(x, axis_name) -> str | None:
+    """Why the megakernel cannot run on this GPU, or None."""
+    if not native.has_cuda():
+        return "the extension was built without CUDA"
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"no kernel for compute capability {capability} yet, only for 9.0 (Hopper)"
+    if x.dtype != jnp.bfloat16:
+        return f"on GPUs the megakernel computes in bfloat16, and x has dtype {x.dtype}"
+    if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
+        return "the megakernel runs on one GPU so far"
+    return None
 
 
 @functools.cache

@@ -148,3 +148,23 @@ def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_exp
             f"x has T = {tokens} tokens: with EP = {ranks} and K = {top_k}, {max_rows} rows may arrive at one rank, "
             f"more than {limit}; the nearest legal T is {nearest}"
         )
+
+
+def check_gpu(x, wi_0, devices: int) -> None:
+    """Checks what the kernels for GPUs demand; known when a program is lowered for one."""
+    if x.dtype != jnp.bfloat16:
+        raise TypeError(
+            f'x has dtype {x.dtype}; on GPUs implementation="megakernel" computes in bfloat16: x.astype(jnp.bfloat16) '
+            '(weights may stay float32), or implementation="xla"'
+        )
+    for name, argument, size in (("H", "x", x.shape[1]), ("I", "wi_0", wi_0.shape[2])):
+        if size % 8:
+            raise ValueError(
+                f"{name}, of {argument}, is {size}; on GPUs it must be a multiple of 8, and the nearest legal value is "
+                f"{max(8, round(size / 8) * 8)}"
+            )
+    if devices > 1:
+        raise NotImplementedError(
+            f'axis_name names {devices} devices; on GPUs implementation="megakernel" runs on one so far: '
+            'axis_name=None, or implementation="xla"'
+        )

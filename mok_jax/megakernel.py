@@ -32,6 +32,8 @@ OUTPUT_NAME = "mok_output"
 
 # XLA's CPU collectives end the process after 40 s without a peer; ours must give up, with an error, before that.
 HOST_TIMEOUT_LIMIT_S = 30.0
+TIMEOUT_S = 30.0
+GPU_ENTRY_TIMEOUT_S = 600.0
 
 _SAVE_CODES: dict[Save, int] = {"nothing": 0, "pre_activations": 1, "pre_activations_and_rows": 2}
 assert set(_SAVE_CODES) == set(SAVE_POLICIES)
@@ -56,10 +58,13 @@ class Call:
     ranks: int
     ring_rows: int
     max_rows: int
+    workspace_bytes: int
     activation_limit: float | None
     config: MoKConfig
     differentiated: bool = False
     weight_grad_dtype: np.dtype | None = None
+    virtual_ranks: int = 1
+    """Ranks that one GPU runs side by side, all arrays holding theirs one after the other: only tests have more than 1."""
 
     @property
     def save(self) -> Save:
@@ -70,13 +75,17 @@ class Call:
         """Whether more rows than the ring holds can arrive, so that there can be several macrobatches."""
         return self.max_rows > self.ring_rows
 
-    def attributes(self) -> dict[str, np.generic]:
-        """As ``csrc/xla/attributes.h`` declares them."""
+    def attributes(self, platform: str) -> dict[str, np.generic]:
+        """As ``csrc/xla/attributes.h`` declares them; -1 leaves a choice to the handler."""
         config = self.config
 
         def or_unset(value: int | None) -> int:
             return -1 if value is None else value
 
+        entry_timeout_s = config.entry_timeout_s or GPU_ENTRY_TIMEOUT_S
+        timeout_s = config.timeout_s or TIMEOUT_S
+        if platform == "cpu":
+            entry_timeout_s, timeout_s = (min(t, HOST_TIMEOUT_LIMIT_S) for t in (entry_timeout_s, timeout_s))
         return {
             "ranks": np.int32(self.ranks),
             "save": np.int32(_SAVE_CODES[self.save]),
@@ -86,27 +95,32 @@ class Call:
             "communication_workers": np.int32(or_unset(config.host_comm_workers)),
             "compute_workers": np.int32(or_unset(config.host_compute_workers)),
             "delay_seed": np.int64(config.host_delay_seed),
-            "entry_timeout_s": np.float64(min(config.entry_timeout_s or HOST_TIMEOUT_LIMIT_S, HOST_TIMEOUT_LIMIT_S)),
-            "timeout_s": np.float64(min(config.timeout_s or HOST_TIMEOUT_LIMIT_S, HOST_TIMEOUT_LIMIT_S)),
+            "entry_timeout_s": np.float64(entry_timeout_s),
+            "timeout_s": np.float64(timeout_s),
+            "communication_sms": np.int32(or_unset(config.comm_sms)),
+            "reserved_sms": np.int32(or_unset(config.reserve_sms)),
+            "virtual_ranks": np.int32(self.virtual_ranks),
         }
 
 
 def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_limit, config):
     """As ``mok_jax.moe``, on checked arguments. Returns ``(y, MoEStats)``."""
     ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-    bounds = {
-        "ranks": ranks,
-        "tokens": x.shape[0],
-        "top_k": expert_ids.shape[1],
-        "local_experts": wi_0.shape[0],
-    }
-    max_rows = native.library().max_rows(**bounds)
-    checks.check_max_rows(max_rows, **bounds)
-    ring_rows = min(max_rows, config.ring_rows or native.library().default_ring_rows(**bounds))
-    call = Call(ranks, ring_rows, max_rows, activation_limit, config)
+    call = make_call(ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0], activation_limit, config)
     operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
     y, expert_rows, bad_tokens = _moe(call, axis_name, coordinates(axis_name), *operands)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
+
+
+def make_call(ranks, tokens, top_k, local_experts, activation_limit, config) -> Call:
+    """The parameters of a call of these shapes, of one rank each: what sizes its buffers depends on nothing else."""
+    bounds = {"ranks": ranks, "tokens": tokens, "top_k": top_k, "local_experts": local_experts}
+    library = native.library()
+    max_rows = library.max_rows(**bounds)
+    checks.check_max_rows(max_rows, **bounds)
+    ring_rows = min(max_rows, config.ring_rows or library.default_ring_rows(**bounds))
+    workspace_bytes = library.workspace_bytes(**bounds, ring_rows=ring_rows)
+    return Call(ranks, ring_rows, max_rows, workspace_bytes, activation_limit, config)
 
 
 def coordinates(axis_name):
@@ -135,7 +149,7 @@ def _moe_derivative(call, axis_name, primals, tangents):
     where, *operands = primals
     varied = vary_alike(*operands, axis_name=axis_name)
     call = dataclasses.replace(call, differentiated=True)
-    y, row_table, expert_rows, bad_tokens, pre_activations, rows, _ = _bind_forward(call, where, *varied)
+    y, row_table, expert_rows, bad_tokens, pre_activations, rows, *_ = _bind_forward(call, where, *varied)
     kept = {"nothing": [], "pre_activations": [pre_activations], "pre_activations_and_rows": [pre_activations, rows]}
     saved = checkpoint_name((row_table, expert_rows, *kept[call.save]), RESIDUALS_NAME)
     y = checkpoint_name(y, OUTPUT_NAME)
@@ -169,26 +183,28 @@ def _bind_forward(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo):
 
 
 def _forward_results(call, x, wi_0):
-    """Shapes and dtypes of the forward's results: what the handler in ``csrc/xla`` fills, in its order."""
-    (_, hidden), (experts, _, intermediate) = x.shape, wi_0.shape
-    kept = call.ring_rows if call.save != "nothing" else 0
+    """Shapes and dtypes of the forward's results: what the handlers in ``csrc/xla`` fill, in their order."""
+    (_, hidden), (experts, _, intermediate), n = x.shape, wi_0.shape, call.virtual_ranks
+    ring = n * call.ring_rows
     return [
         (x.shape, x.dtype),  # y
-        ((call.max_rows, 2), np.int32),  # row table
+        ((n * call.max_rows, 2), np.int32),  # row table
         ((experts,), np.int32),  # rows per expert
-        ((), np.int32),  # bad tokens
-        ((kept, 2 * intermediate), x.dtype),  # pre-activations
-        ((call.ring_rows, hidden), x.dtype),  # rows
-        ((call.ring_rows, intermediate), x.dtype),  # hidden activations
+        ((n,) if n > 1 else (), np.int32),  # bad tokens
+        ((ring if call.save != "nothing" else 0, 2 * intermediate), x.dtype),  # pre-activations
+        ((ring, hidden), x.dtype),  # rows
+        ((ring, intermediate), x.dtype),  # hidden activations
+        ((n * call.workspace_bytes,), np.uint8),
     ]
 
 
 def _backward_results(call, x, expert_weights, wi_0, wo):
     """Likewise of the backward: five gradients, then rings and scratch."""
-    (_, hidden), (_, _, intermediate) = x.shape, wi_0.shape
-    ring, overflow = call.ring_rows, call.ring_may_overflow
+    (_, hidden), (_, _, intermediate), n = x.shape, wi_0.shape, call.virtual_ranks
+    ring, overflow = n * call.ring_rows, call.ring_may_overflow
     pulled = ring if overflow or call.save != "pre_activations_and_rows" else 0
     replayed = ring if overflow or call.save == "nothing" else 0
+    straddle = n * _padded_to_tiles(hidden, intermediate) if overflow else 0
     return [
         (x.shape, x.dtype),
         (expert_weights.shape, np.float32),
@@ -202,8 +218,18 @@ def _backward_results(call, x, expert_weights, wi_0, wo):
         ((ring, 2 * intermediate), x.dtype),  # gradients of gate and up
         ((ring,), np.float32),  # router weights
         ((ring, -(-intermediate // native.ROW_BLOCK)), np.float32),  # parts of the router gradient
-        ((3 * hidden * intermediate if overflow else 0,), np.float32),  # accumulators of a straddling expert
+        ((straddle,), np.float32),  # accumulators of a straddling expert
+        ((n * call.workspace_bytes,), np.uint8),
     ]
+
+
+def _padded_to_tiles(hidden, intermediate):
+    """Elements of one expert's ``wi_0, wi_1, wo`` in whole tiles of 128 x 256."""
+
+    def padded(rows, columns):
+        return -(-rows // 128) * 128 * (-(-columns // 256) * 256)
+
+    return 2 * padded(hidden, intermediate) + padded(intermediate, hidden)
 
 
 def _like(operand, results):
@@ -255,17 +281,21 @@ def _complete_residuals(ctx, operands):
     return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]
 
 
-def _lower_on_cpu(target, ctx, *operands, call):
+def _lower(target, platform, ctx, *operands, call):
     _refuse_sharding(ctx, "moe")
-    native.register_cpu_targets()
+    if platform == "cpu":
+        native.register_cpu_targets()
+    else:
+        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[3], call.ranks // call.virtual_ranks)
+        native.register_cuda_targets()
     if target == "mok_backward":
         ctx, operands = _complete_residuals(ctx, operands)
-    return jax.ffi.ffi_lowering(target, has_side_effect=False)(ctx, *operands, **call.attributes())
+    return jax.ffi.ffi_lowering(target, has_side_effect=False)(ctx, *operands, **call.attributes(platform))
 
 
 def _lower_elsewhere(ctx, *operands, call):
     raise NotImplementedError(
-        f'implementation="megakernel" has no kernel for platform {ctx.module_context.platforms[0]!r} yet; '
+        f'implementation="megakernel" has no kernel for platform {ctx.module_context.platforms[0]!r}; '
         'use implementation="xla" there, or None to choose what the platform has'
     )
 
@@ -290,7 +320,8 @@ def _make_primitive(name, abstract_rule):
     primitive.def_abstract_eval(abstract_rule)
     compiled = jax.jit(primitive.bind, static_argnames="call")
     primitive.def_impl(lambda *operands, call: compiled(*operands, call=call))
-    mlir.register_lowering(primitive, functools.partial(_lower_on_cpu, name), platform="cpu")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, functools.partial(_lower, name, platform), platform=platform)
     mlir.register_lowering(primitive, _lower_elsewhere)
     batching.primitive_batchers[primitive] = _refuse_vmap
     ad.primitive_jvps[primitive] = _refuse_derivative

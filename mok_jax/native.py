@@ -9,7 +9,15 @@ import jax.ffi
 
 from mok_jax.config import ROW_BLOCK
 
-__all__ = ["ROW_BLOCK", "library", "register_cpu_targets", "register_ffi_targets"]
+__all__ = [
+    "ROW_BLOCK",
+    "check",
+    "has_cuda",
+    "library",
+    "register_cpu_targets",
+    "register_cuda_targets",
+    "register_ffi_targets",
+]
 
 _registration = threading.Lock()
 
@@ -46,6 +54,36 @@ def register_ffi_targets() -> None:
     """
     jax.devices("cpu")
     register_cpu_targets()
+    register_cuda_targets()
+
+
+def has_cuda() -> bool:
+    """Whether the extension was built with its kernels for GPUs."""
+    return bool(library().cuda_handlers())
+
+
+def check() -> None:
+    """Raises what a GPU has reported of an earlier call of ``mok_jax.moe``. Reads host memory only: microseconds.
+
+    A wait that runs out of time on the device (see ``MoKConfig.timeout_s``) makes the call's float results NaN; every
+    later call then fails, and so does this.
+
+    Raises:
+      RuntimeError: with rank, task and counter.
+
+    Example:
+      >>> check()
+    """
+    text = library().failure_text()
+    if text:
+        raise RuntimeError(f"mok_jax: {text}")
+
+
+@functools.cache
+def register_cuda_targets() -> None:
+    """Registers the FFI calls for GPUs, once; nothing where the extension was built without CUDA."""
+    for name, stages in library().cuda_handlers().items():
+        jax.ffi.register_ffi_target(f"mok_{name}", stages, platform="CUDA")
 
 
 def register_cpu_targets() -> None:

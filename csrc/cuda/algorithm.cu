@@ -27,7 +27,8 @@ __global__ void list_tasks(Direction direction, bool communication, Plan plan, S
   }
   __shared__ Task task;  // its arrays are indexed at run time: not for registers
   for (int64_t ticket = 0; ticket < list.tasks; ++ticket) {
-    direction == Direction::forward ? write_forward_task(plan, list, ticket, task) : write_backward_task(plan, list, ticket, task);
+    direction == Direction::forward ? write_forward_task(plan, list, ticket, task)
+                                    : write_backward_task(plan, list, ticket, task);
     tasks[ticket] = task;
   }
   *count = list.tasks;

@@ -1,6 +1,6 @@
-// Communication tasks, run by one warp at a time: pull rows from their source ranks into the ring, and tell source ranks
-// how many of their rows have come back. The same code in communication warps and in communication CTAs, for one GPU
-// and for many.
+// Communication tasks, run by one warp at a time: pull rows from their source ranks into the ring, and tell source
+// ranks how many of their rows have come back. The same code in communication warps and in communication CTAs, for one
+// GPU and for many.
 #pragma once
 
 #include "cuda/progress.cuh"
@@ -87,8 +87,8 @@ __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const D
 }
 
 // The router weights of a pull task's rows; of padding rows 0.
-__device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                             float* row_weights) {
+__device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan, const DeviceArena& arena,
+                                             const Task& t, float* row_weights) {
   const int32_t row = t.part * static_cast<int32_t>(kPullRows) + lane_index();
   if (lane_index() >= kPullRows) return;
   const RowSource source = rank.row_table[t.block * kRowBlock + row];
@@ -111,10 +111,12 @@ __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& p
   pull(rank, plan, arena, t, grads ? arena.layout.dy : arena.layout.x, grads ? rank.grads : rank.rows, puller);
 }
 
-__device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const TaskList& list, int64_t ticket, Task& task) {
+__device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const TaskList& list, int64_t ticket,
+                                           Task& task) {
   write_forward_task(plan, list, ticket, task);
 }
-__device__ __forceinline__ void write_task(const BackwardRank&, const Plan& plan, const TaskList& list, int64_t ticket, Task& task) {
+__device__ __forceinline__ void write_task(const BackwardRank&, const Plan& plan, const TaskList& list, int64_t ticket,
+                                           Task& task) {
   write_backward_task(plan, list, ticket, task);
 }
 

@@ -12,21 +12,21 @@
 namespace mok::cuda {
 namespace {
 
-#define MOK_CUDA_TRY(call)                                                                              \
-  if (const cudaError_t error = (call); error != cudaSuccess) {                                         \
+#define MOK_CUDA_TRY(call)                                                                                \
+  if (const cudaError_t error = (call); error != cudaSuccess) {                                           \
     return std::string(#call) + " failed: " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error); \
   }
 
 // Arenas of the ranks of one device. Never freed: captured graphs hold their addresses.
 struct Arenas {
-  int64_t bytes = 0;           // of each
-  uint8_t** table = nullptr;   // device memory
-  Rank* many = nullptr;        // device memory, of virtual ranks
+  int64_t bytes = 0;          // of each
+  uint8_t** table = nullptr;  // device memory
+  std::byte* many = nullptr;  // device memory for the arguments of virtual ranks
 };
 
 struct Device {
   int32_t multiprocessors = 0;
-  bool loaded = false;
+  std::map<const void*, int> shared_bytes;
   std::map<int32_t, Arenas> arenas;  // by ranks_here
 };
 
@@ -43,17 +43,20 @@ struct Memory {
 };
 
 std::optional<std::string> load_kernels(Device& device, int id, const Shape& shape) {
-  if (!device.loaded) {
-    MOK_CUDA_TRY(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id));
-    MOK_CUDA_TRY(cudaFuncSetAttribute(sm90::forward_kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(sm90::forward_shared_bytes())));
+  const int schedule_bytes = static_cast<int>(schedule_shared_bytes(shape));
+  const int layer_bytes = static_cast<int>(sm90::shared_bytes());
+  MOK_CUDA_TRY(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id));
+  for (const auto& [kernel, bytes] :
+       {std::pair{schedule_kernel(Direction::forward), schedule_bytes},
+        std::pair{schedule_kernel(Direction::backward), 0}, std::pair{sm90::forward_kernel(), layer_bytes},
+        std::pair{sm90::backward_kernel(), layer_bytes}}) {
+    int& most = device.shared_bytes[kernel];  // what the kernel may use; asking for it also loads the kernel
+    if (bytes < most) continue;
+    MOK_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     cudaFuncAttributes attributes;
-    MOK_CUDA_TRY(cudaFuncGetAttributes(&attributes, sm90::forward_kernel()));
-    MOK_CUDA_TRY(cudaFuncGetAttributes(&attributes, schedule_forward_kernel()));
-    device.loaded = true;
+    MOK_CUDA_TRY(cudaFuncGetAttributes(&attributes, kernel));
+    most = bytes + 1;
   }
-  MOK_CUDA_TRY(cudaFuncSetAttribute(schedule_forward_kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(schedule_shared_bytes(shape))));
   return std::nullopt;
 }
 
@@ -70,7 +73,7 @@ std::optional<std::string> make_arenas(Arenas& arenas, const Shape& shape, int32
   }
   MOK_CUDA_TRY(cudaMalloc(&arenas.table, ranks_here * sizeof(uint8_t*)));
   MOK_CUDA_TRY(cudaMemcpy(arenas.table, table.data(), ranks_here * sizeof(uint8_t*), cudaMemcpyHostToDevice));
-  if (ranks_here > 1) MOK_CUDA_TRY(cudaMalloc(&arenas.many, ranks_here * sizeof(Rank)));
+  if (ranks_here > 1) MOK_CUDA_TRY(cudaMalloc(&arenas.many, ranks_here * sizeof(BackwardRank)));
   MOK_CUDA_TRY(cudaDeviceSynchronize());
   arenas.bytes = rounded;
   return std::nullopt;
@@ -89,61 +92,144 @@ Encode tensor_map_encode() {
   return encode;
 }
 
-// A bf16 array, innermost dimension first, read in boxes of 64 columns x `rows` rows.
-bool encode(CUtensorMap& map, const bf16* data, std::vector<cuuint64_t> dims, cuuint32_t rows) {
+// A bf16 array, innermost dimension first, in boxes of 64 columns x `rows` of dimension `of`.
+bool encode(CUtensorMap& map, const bf16* data, std::vector<cuuint64_t> dims, cuuint32_t rows, size_t of = 1) {
   std::vector<cuuint64_t> strides;
   cuuint64_t bytes = sizeof(bf16);
   for (size_t i = 0; i + 1 < dims.size(); ++i) strides.push_back(bytes *= dims[i]);
   std::vector<cuuint32_t> box(dims.size(), 1), steps(dims.size(), 1);
   box[0] = 64;
-  box[1] = rows;
+  box[of] = rows;
   return tensor_map_encode()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(dims.size()),
                              const_cast<bf16*>(data), dims.data(), strides.data(), box.data(), steps.data(),
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The i-th rank's part of every array.
-std::optional<std::string> rank_of(const ForwardCall& c, int32_t i, const Arenas& arenas, Failure* host_failure,
-                                   Rank& rank) {
+template <class T>
+T* nth(T* data, int64_t i, int64_t size) {
+  return data ? data + i * size : nullptr;
+}
+
+// The i-th rank's part of what both directions have.
+void fill_common(const Call& c, int32_t i, const Arenas& arenas, Failure* host_failure, Rank& rank) {
   Shape s = c.shape;
   s.rank += i;
-  const int64_t h = s.hidden, inner = s.intermediate, e = s.local_experts;
   rank.shape = s;
   rank.tiles = sm90::tile_counts(s);
   rank.save = c.save;
   rank.activation_limit = c.activation_limit;
   rank.timeout_ns = static_cast<int64_t>(c.timeout_s * 1e9);
   rank.entry_timeout_ns = static_cast<int64_t>(c.entry_timeout_s * 1e9);
-  rank.x = c.x + i * s.tokens * h;
-  rank.expert_ids = c.expert_ids + i * s.slots();
-  rank.expert_weights = c.expert_weights + i * s.slots();
-  rank.y = c.y + i * s.tokens * h;
-  rank.row_table = c.row_table + i * max_rows(s);
-  rank.expert_rows = c.expert_rows + i * e;
-  rank.bad_tokens = c.bad_tokens + i;
-  rank.pre_activations = c.pre_activations ? c.pre_activations + i * s.ring_rows * 2 * inner : nullptr;
-  rank.rows = c.rows + i * s.ring_rows * h;
-  rank.hidden = c.hidden + i * s.ring_rows * inner;
-  rank.workspace = c.workspace + i * WorkspaceLayout(s).bytes;
+  rank.x = nth(c.x, i, s.tokens * s.hidden);
+  rank.dy = nth(c.dy, i, s.tokens * s.hidden);
+  rank.expert_ids = nth(c.expert_ids, i, s.slots());
+  rank.expert_weights = nth(c.expert_weights, i, s.slots());
+  rank.out = nth(c.out, i, s.tokens * s.hidden);
+  rank.row_table = nth(c.row_table, i, max_rows(s));
+  rank.expert_rows = nth(c.expert_rows, i, s.local_experts);
+  rank.rows = nth(c.rows, i, s.ring_rows * s.hidden);
+  rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate);
+  rank.workspace = nth(c.workspace, i, WorkspaceLayout(s).bytes);
   rank.arenas = arenas.table;
   rank.host_failure = host_failure;
-  const auto u = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const int64_t weights = i * e * h * inner;
-  const bool encoded = encode(rank.rows_map, rank.rows, {u(h), u(s.ring_rows)}, kRowBlock) &&
-                       encode(rank.hidden_map, rank.hidden, {u(inner), u(s.ring_rows)}, kRowBlock) &&
-                       encode(rank.wi_0_map, c.wi_0 + weights, {u(inner), u(h), u(e)}, 64) &&
-                       encode(rank.wi_1_map, c.wi_1 + weights, {u(inner), u(h), u(e)}, 64) &&
-                       encode(rank.wo_map, c.wo + weights, {u(h), u(inner), u(e)}, 64);
-  if (!encoded) return "cuTensorMapEncodeTiled refused a tensor map";
+}
+
+cuuint64_t u64(int64_t n) { return static_cast<cuuint64_t>(n); }
+
+std::optional<std::string> fill(const ForwardCall& c, int32_t i, ForwardRank& rank) {
+  const Shape& s = c.shape;
+  const int64_t h = s.hidden, inner = s.intermediate, e = s.local_experts, weights = i * e * h * inner;
+  rank.bad_tokens = c.bad_tokens + i;
+  rank.pre_activations = nth(c.pre_activations, i, s.ring_rows * 2 * inner);
+  const bool encoded = encode(rank.rows_128, rank.rows, {u64(h), u64(s.ring_rows)}, 128) &&
+                       encode(rank.hidden_128, rank.hidden, {u64(inner), u64(s.ring_rows)}, 128) &&
+                       encode(rank.wi_0_64, c.wi_0 + weights, {u64(inner), u64(h), u64(e)}, 64) &&
+                       encode(rank.wi_1_64, c.wi_1 + weights, {u64(inner), u64(h), u64(e)}, 64) &&
+                       encode(rank.wo_64, c.wo + weights, {u64(h), u64(inner), u64(e)}, 64);
+  if (!encoded) return "cuTensorMapEncodeTiled refused a tensor map of the forward";
   return std::nullopt;
 }
 
-std::optional<std::string> launch(const void* kernel, int32_t grid, int32_t threads, int64_t shared, Launch& launch,
-                                  cudaStream_t stream) {
+std::optional<std::string> fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
+  const Shape& s = c.shape;
+  const int64_t h = s.hidden, inner = s.intermediate, e = s.local_experts, ring = s.ring_rows;
+  const int64_t size = e * h * inner, weights = i * size;
+  rank.pre_activations = nth(c.pre_activations, i, ring * 2 * inner);
+  rank.saved_rows = c.saved_rows != nullptr;
+  rank.grads = nth(c.grads, i, ring * h);
+  rank.row_weights = nth(c.row_weights, i, ring);
+  rank.router_parts = nth(c.router_parts, i, ring * ceil_div(inner, kRowBlock));
+  rank.straddle = nth(c.straddle, i, rank.tiles.weight_grad * kRowBlock * 256);
+  rank.expert_weight_grads = nth(c.expert_weight_grads, i, s.slots());
+  const int64_t bytes = size * (c.grads_in_f32 ? 4 : 2);
+  rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, bytes);
+  rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, bytes);
+  rank.wo_grad = nth(static_cast<std::byte*>(c.wo_grad), i, bytes);
+  rank.grads_in_f32 = c.grads_in_f32;
+
+  bf16* gate_up_grads = nth(c.gate_up_grads, i, ring * 2 * inner);
+  const bf16* saved_pre_activations = nth(c.saved_pre_activations, i, ring * 2 * inner);
+  const bf16* saved_rows = nth(c.saved_rows, i, ring * h);
+  const std::vector<cuuint64_t> wide{u64(h), u64(ring)}, narrow{u64(inner), u64(ring)};
+  const std::vector<cuuint64_t> pair{u64(inner), 2, u64(ring)};
+  const std::vector<cuuint64_t> wi{u64(inner), u64(h), u64(e)}, wo{u64(h), u64(inner), u64(e)};
+  // A map of memory that this call has none of is never used.
+  const auto optional = [&](CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, cuuint32_t rows,
+                            size_t of = 1) { return !data || encode(map, data, dims, rows, of); };
+  const bool encoded =
+      optional(rank.rows_128, rank.rows, wide, 128) && encode(rank.wi_0_64, c.wi_0 + weights, wi, 64) &&
+      encode(rank.wi_1_64, c.wi_1 + weights, wi, 64) && encode(rank.grads_128, rank.grads, wide, 128) &&
+      encode(rank.wo_256, c.wo + weights, wo, 256) &&
+      optional(rank.pre_activations_128, rank.pre_activations, pair, 128, 2) &&
+      optional(rank.saved_pre_activations_128, saved_pre_activations, pair, 128, 2) &&
+      encode(rank.gate_up_grads_128, gate_up_grads, pair, 128, 2) &&
+      encode(rank.hidden_128, rank.hidden, narrow, 128) && encode(rank.wi_0_256, c.wi_0 + weights, wi, 256) &&
+      encode(rank.wi_1_256, c.wi_1 + weights, wi, 256) && optional(rank.rows_64, rank.rows, wide, 64) &&
+      optional(rank.saved_rows_64, saved_rows, wide, 64) && encode(rank.grads_64, rank.grads, wide, 64) &&
+      encode(rank.gate_up_grads_64, gate_up_grads, pair, 64, 2) && encode(rank.hidden_64, rank.hidden, narrow, 64);
+  if (!encoded) return "cuTensorMapEncodeTiled refused a tensor map of the backward";
+  return std::nullopt;
+}
+
+template <class R>
+std::optional<std::string> launch_kernel(const void* kernel, int32_t grid, int32_t threads, int64_t shared,
+                                         Launch<R>& launch, cudaStream_t stream) {
   void* arguments[] = {&launch};
   MOK_CUDA_TRY(cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, shared, stream));
   return std::nullopt;
+}
+
+// The launches of a call: schedule kernel, then layer kernel.
+template <class R, class C>
+std::optional<std::string> launch(Direction direction, const void* layer_kernel, const C& call, cudaStream_t stream) {
+  Memory& memory = Memory::instance();
+  const std::lock_guard lock(memory.mutex);
+  int id;
+  MOK_CUDA_TRY(cudaGetDevice(&id));
+  Device& device = memory.devices[id];
+  const Arenas& arenas = device.arenas[call.ranks_here];
+  std::vector<R> many(call.ranks_here);
+  for (int32_t i = 0; i < call.ranks_here; ++i) {
+    fill_common(call, i, arenas, memory.host_failure, many[i]);
+    if (auto error = fill(call, i, many[i])) return error;
+    MOK_CUDA_TRY(cudaMemsetAsync(many[i].workspace, 0, WorkspaceLayout(call.shape).zeroed, stream));
+  }
+  Launch<R> arguments{many[0], nullptr, call.ranks_here, call.communication_ctas};
+  if (call.ranks_here > 1) {
+    arguments.many = reinterpret_cast<R*>(arenas.many);
+    MOK_CUDA_TRY(cudaMemcpyAsync(arenas.many, many.data(), many.size() * sizeof(R), cudaMemcpyHostToDevice, stream));
+    MOK_CUDA_TRY(cudaStreamSynchronize(stream));
+  }
+  const int32_t schedulers = std::clamp<int32_t>(device.multiprocessors / call.ranks_here, 1, kMaxScheduleBlocks);
+  const int64_t shared = direction == Direction::forward ? schedule_shared_bytes(call.shape) : 0;
+  if (auto error = launch_kernel(schedule_kernel(direction), schedulers * call.ranks_here, schedule_threads(), shared,
+                                 arguments, stream)) {
+    return error;
+  }
+  const int32_t least = call.ranks_here * (call.communication_ctas > 0 ? 2 : 1);
+  const int32_t grid = std::max(least, device.multiprocessors - call.reserved_sms);
+  return launch_kernel(layer_kernel, grid, sm90::threads(), sm90::shared_bytes(), arguments, stream);
 }
 
 }  // namespace
@@ -163,36 +249,11 @@ std::optional<std::string> prepare(const Shape& shape, int32_t ranks_here) {
 }
 
 std::optional<std::string> launch_forward(const ForwardCall& call, cudaStream_t stream) {
-  Memory& memory = Memory::instance();
-  const std::lock_guard lock(memory.mutex);
-  int id;
-  MOK_CUDA_TRY(cudaGetDevice(&id));
-  Device& device = memory.devices[id];
-  const Arenas& arenas = device.arenas[call.ranks_here];
-  const WorkspaceLayout layout(call.shape);
-  Launch arguments{};
-  arguments.ranks_here = call.ranks_here;
-  arguments.communication_ctas = call.communication_ctas;
-  std::vector<Rank> many(call.ranks_here);
-  for (int32_t i = 0; i < call.ranks_here; ++i) {
-    if (auto error = rank_of(call, i, arenas, memory.host_failure, many[i])) return error;
-    MOK_CUDA_TRY(cudaMemsetAsync(many[i].workspace, 0, layout.zeroed, stream));
-  }
-  arguments.one = many[0];
-  if (call.ranks_here > 1) {
-    arguments.many = arenas.many;
-    MOK_CUDA_TRY(cudaMemcpyAsync(arenas.many, many.data(), many.size() * sizeof(Rank), cudaMemcpyHostToDevice, stream));
-    MOK_CUDA_TRY(cudaStreamSynchronize(stream));
-  }
-  const int32_t per_rank = std::max(1, device.multiprocessors / call.ranks_here);
-  const int32_t schedulers = std::min<int32_t>(per_rank, kMaxScheduleBlocks);
-  if (auto error = launch(schedule_forward_kernel(), schedulers * call.ranks_here, schedule_threads(),
-                          schedule_shared_bytes(call.shape), arguments, stream)) {
-    return error;
-  }
-  const int32_t least = call.ranks_here * (call.communication_ctas > 0 ? 2 : 1);
-  const int32_t grid = std::max(least, device.multiprocessors - call.reserved_sms);
-  return launch(sm90::forward_kernel(), grid, sm90::forward_threads(), sm90::forward_shared_bytes(), arguments, stream);
+  return launch<ForwardRank>(Direction::forward, sm90::forward_kernel(), call, stream);
+}
+
+std::optional<std::string> launch_backward(const BackwardCall& call, cudaStream_t stream) {
+  return launch<BackwardRank>(Direction::backward, sm90::backward_kernel(), call, stream);
 }
 
 std::optional<std::string> failure_text() {

@@ -1,5 +1,5 @@
-// Arguments of the kernels: one rank's of a direction, or those of several virtual ranks that a test lays side by side on
-// one device.
+// Arguments of the kernels: one rank's of a direction, or those of several virtual ranks that a test lays side by side
+// on one device.
 #pragma once
 
 #include <cuda.h>
@@ -45,28 +45,28 @@ struct Rank {
   }
 };
 
-// Tensor maps all have the 128-byte swizzle and boxes 64 columns wide; a name's ending tells the box's rows. Matrices of
-// gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
+// Tensor maps all have the 128-byte swizzle and boxes 64 columns wide; a name's ending tells the box's rows. Matrices
+// of gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
 struct ForwardRank : Rank {
-  CUtensorMap rows_128, hidden_128;       // [ring_rows, H], [ring_rows, I]
-  CUtensorMap wi_0_64, wi_1_64, wo_64;    // [E_local, H, I] twice, [E_local, I, H]
-  int32_t* bad_tokens;                    // scalar
-  bf16* pre_activations;                  // [ring_rows, 2 I], of macrobatch 0; null: not wanted
+  CUtensorMap rows_128, hidden_128;     // [ring_rows, H], [ring_rows, I]
+  CUtensorMap wi_0_64, wi_1_64, wo_64;  // [E_local, H, I] twice, [E_local, I, H]
+  int32_t* bad_tokens;                  // scalar
+  bf16* pre_activations;                // [ring_rows, 2 I], of macrobatch 0; null: not wanted
 };
 
 struct BackwardRank : Rank {
-  CUtensorMap rows_128, wi_0_64, wi_1_64;               // replay, as in the forward
-  CUtensorMap grads_128, wo_256;                        // hidden_grad: [ring_rows, H]; [E_local, I, H]
+  CUtensorMap rows_128, wi_0_64, wi_1_64;  // replay, as in the forward
+  CUtensorMap grads_128, wo_256;           // hidden_grad: [ring_rows, H]; [E_local, I, H]
   CUtensorMap pre_activations_128, saved_pre_activations_128;
-  CUtensorMap gate_up_grads_128, hidden_128;            // its results
-  CUtensorMap wi_0_256, wi_1_256;                       // row_grad
+  CUtensorMap gate_up_grads_128, hidden_128;                                  // its results
+  CUtensorMap wi_0_256, wi_1_256;                                             // row_grad
   CUtensorMap rows_64, saved_rows_64, grads_64, gate_up_grads_64, hidden_64;  // weight_grad
-  bf16* pre_activations;  // [ring_rows, 2 I], replayed
-  bool saved_rows;        // macrobatch 0's rows are a residual
-  bf16* grads;            // [ring_rows, H], of dy
-  float* row_weights;     // [ring_rows]
-  float* router_parts;    // [ring_rows, hidden_grad tiles]
-  float* straddle;        // [weight_grad tiles, 128, 256], accumulators in the order of registers
+  bf16* pre_activations;                                                      // [ring_rows, 2 I], replayed
+  bool saved_rows;                                                            // macrobatch 0's rows are a residual
+  bf16* grads;                                                                // [ring_rows, H], of dy
+  float* row_weights;                                                         // [ring_rows]
+  float* router_parts;                                                        // [ring_rows, hidden_grad tiles]
+  float* straddle;             // [weight_grad tiles, 128, 256], accumulators in the order of registers
   float* expert_weight_grads;  // [T, K]
   void *wi_0_grad, *wi_1_grad, *wo_grad;
   bool grads_in_f32;

@@ -33,7 +33,9 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, uint32_t count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
 }
 // Makes initialised barriers visible to the asynchronous proxy.
-__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
@@ -71,16 +73,16 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 __device__ __forceinline__ void tensor_load_2d(void* shared, const CUtensorMap* map, int32_t x, int32_t y,
                                                uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(shared)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(shared_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(shared_address(bar))
       : "memory");
 }
 __device__ __forceinline__ void tensor_load_3d(void* shared, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
                                                uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-          "r"(shared_address(shared)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(shared_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
       : "memory");
 }
@@ -139,7 +141,9 @@ __device__ __forceinline__ void add_release_sys(int64_t* p, int64_t v) {
 }
 __device__ __forceinline__ int32_t add_acq_rel_shared(int32_t* p, int32_t v) {
   int32_t old;
-  asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0, [%1], %2;" : "=r"(old) : "r"(shared_address(p)), "r"(v)
+  asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0, [%1], %2;"
+               : "=r"(old)
+               : "r"(shared_address(p)), "r"(v)
                : "memory");
   return old;
 }
@@ -167,8 +171,8 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t address) {
   return v;
 }
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

@@ -1,5 +1,5 @@
-// The final reduce of both directions: out[t] = sum over k, ascending, of (weight *) slot in f32, rounded once. Empty slots
-// are skipped; rows of bad tokens are NaN.
+// The final reduce of both directions: out[t] = sum over k, ascending, of (weight *) slot in f32, rounded once. Empty
+// slots are skipped; rows of bad tokens are NaN.
 #pragma once
 
 #include "cuda/params.h"

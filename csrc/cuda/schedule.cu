@@ -1,6 +1,6 @@
-// The schedule kernel: fills the rank's arena, meets the other ranks, and builds the row table (in the forward; it is the
-// backward's residual), the macrobatches and the task lists, bit for bit those of csrc/moe. The host learns nothing and
-// waits for nothing.
+// The schedule kernel: fills the rank's arena, meets the other ranks, and builds the row table (in the forward; it is
+// the backward's residual), the macrobatches and the task lists, bit for bit those of csrc/moe. The host learns nothing
+// and waits for nothing.
 #include "cuda/kernels.h"
 #include "cuda/progress.cuh"
 #include "moe/backward.h"
@@ -20,7 +20,11 @@ struct Block {
   const int64_t call;
 
   __device__ Block(const Rank& r, int32_t index, int32_t count)
-      : rank(r), arena(r.shape), layout(r.shape), index(index), count(count),
+      : rank(r),
+        arena(r.shape),
+        layout(r.shape),
+        index(index),
+        count(count),
         call(r.arena_header(r.shape.rank).call + 1) {}
 
   // All CTAs of the rank; their earlier writes are visible afterwards. False: failed.
@@ -31,7 +35,8 @@ struct Block {
     if (threadIdx.x == 0) {
       int32_t* arrived = &rank.header().barrier;
       add_release_gpu(arrived, 1);
-      passed = wait_until(rank, rank.timeout_ns, 1, -1, -1, [&] { return load_acquire_gpu(arrived) >= number * count; });
+      passed =
+          wait_until(rank, rank.timeout_ns, 1, -1, -1, [&] { return load_acquire_gpu(arrived) >= number * count; });
     }
     return __syncthreads_and(passed);
   }
@@ -113,7 +118,10 @@ struct Tables {
   int32_t *next, *expert_block, *expert_rows;
 
   __device__ explicit Tables(int32_t experts, int32_t* memory)
-      : experts(experts), next(memory), expert_block(next + kWarps * experts), expert_rows(expert_block + experts + 1) {}
+      : experts(experts),
+        next(memory),
+        expert_block(next + kWarps * experts),
+        expert_rows(expert_block + experts + 1) {}
   __device__ int32_t* warp_next() const { return next + threadIdx.x / 32 * experts; }
 };
 

@@ -12,7 +12,7 @@ inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kern
 
 // Why a call ended early; all zero while nothing has.
 struct Failure {
-  int32_t code;     // 1: a wait inside the call ran out of time; 2: a peer did not start the call
+  int32_t code;  // 1: a wait inside the call ran out of time; 2: a peer did not start the call
   int32_t rank;
   int32_t task;     // TaskKind, or -1
   int32_t counter;  // which one was too low; of code 2 the peer
@@ -39,7 +39,9 @@ struct DeviceArena {
     bytes = kHeaderBytes + layout.bytes + round_up(s.slots() * 4, ArenaLayout::kAlignment);
   }
   MOK_FN int64_t at(int64_t offset) const { return kHeaderBytes + offset; }
-  MOK_FN int64_t expert_ids(int64_t call) const { return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids); }
+  MOK_FN int64_t expert_ids(int64_t call) const {
+    return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids);
+  }
 };
 
 // What the schedule kernel decides.
@@ -51,7 +53,7 @@ struct Schedule {
 // Zero when a call begins.
 struct WorkspaceHeader {
   int64_t communication_ticket, compute_ticket;
-  int32_t barrier;             // of the schedule kernel's CTAs
+  int32_t barrier;  // of the schedule kernel's CTAs
   int32_t valid_slots, bad_tokens;
   int32_t arrivals, departures;  // of the layer kernel's CTAs
 };

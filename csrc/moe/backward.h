@@ -71,8 +71,8 @@ MOK_FN void weight_grad_waits(const Plan& p, const CounterMap& counters, Task& t
   }
 }
 
-// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be in
-// registers.
+// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be
+// in registers.
 MOK_FN void write_backward_task(const Plan& p, const TaskList& list, int64_t ticket, Task& t) {
   const Segment& s = list.segment_of(ticket);
   const int64_t offset = ticket - s.first_ticket;

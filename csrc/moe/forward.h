@@ -40,8 +40,8 @@ MOK_FN void forward_compute(const Plan& p, TaskList& list) {
   list.add(TaskKind::reduce, 0, {0, p.token_blocks}, 1);
 }
 
-// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be in
-// registers.
+// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be
+// in registers.
 MOK_FN void write_forward_task(const Plan& p, const TaskList& list, int64_t ticket, Task& t) {
   const Segment& s = list.segment_of(ticket);
   const int64_t offset = ticket - s.first_ticket;

@@ -1,4 +1,5 @@
 // How both platforms' handlers bind operands and results: all as buffers of any type, in the order of the Python side.
+// The last result is workspace that GPUs need.
 #pragma once
 
 #include <utility>

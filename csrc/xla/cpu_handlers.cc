@@ -9,11 +9,9 @@
 #include <thread>
 
 #include "host/executor.h"
-#include "xla/attributes.h"
+#include "xla/bindings.h"
 
 namespace mok::xla_ffi {
-namespace ffi = ::xla::ffi;
-
 // One per call site of a loaded program, shared by all its devices: what tells two calls of one run apart.
 struct CallSite {
   static ffi::TypeId id;
@@ -22,9 +20,6 @@ struct CallSite {
 ffi::TypeId CallSite::id = {};
 
 namespace {
-
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
 
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate() {
   static std::atomic<int64_t> next{0};
@@ -67,15 +62,6 @@ Shape shape_of(const Attributes& a, const Buffer& x, const Buffer& ids, const Bu
   return shape;
 }
 
-template <class V>
-V* data(const Buffer& buffer) {
-  return static_cast<V*>(buffer.untyped_data());
-}
-template <class V>
-V* data(Result& result) {
-  return static_cast<V*>(result->untyped_data());
-}
-
 // Runs `call` on a thread of its own. The group is joined here, on the caller's thread, since that is program order.
 template <class T>
 ffi::Future launch(const host::Call<T>& call, const Attributes& a, CallSite* site, ffi::RunId run,
@@ -107,7 +93,7 @@ ffi::Future with_element_type(const Buffer& x, const Visit& visit) {
 
 ffi::Future forward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids, Buffer expert_weights, Buffer wi_0,
                     Buffer wi_1, Buffer wo, Buffer where, Result y, Result row_table, Result expert_rows,
-                    Result bad_tokens, Result pre_activations, Result rows, Result hidden, Attributes a) {
+                    Result bad_tokens, Result pre_activations, Result rows, Result hidden, Result, Attributes a) {
   return with_element_type(x, [&]<class T>(T*) {
     host::Call<T> call{};
     call.direction = Direction::forward;
@@ -132,7 +118,8 @@ ffi::Future backward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids
                      Buffer wi_1, Buffer wo, Buffer where, Buffer dy, Buffer row_table, Buffer expert_rows,
                      Buffer saved_pre_activations, Buffer saved_rows, Result dx, Result weight_grads, Result wi_0_grad,
                      Result wi_1_grad, Result wo_grad, Result rows, Result grads, Result pre_activations, Result hidden,
-                     Result gate_up_grads, Result row_weights, Result router_parts, Result straddle, Attributes a) {
+                     Result gate_up_grads, Result row_weights, Result router_parts, Result straddle, Result,
+                     Attributes a) {
   return with_element_type(x, [&]<class T>(T*) {
     host::Call<T> call{};
     call.direction = Direction::backward;
@@ -165,23 +152,12 @@ ffi::Future backward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids
   });
 }
 
-template <int args, int results, class Binding>
-auto with_buffers(Binding binding) {
-  if constexpr (args > 0) {
-    return with_buffers<args - 1, results>(std::move(binding).template Arg<Buffer>());
-  } else if constexpr (results > 0) {
-    return with_buffers<args, results - 1>(std::move(binding).template Ret<Buffer>());
-  } else {
-    return std::move(binding).template Attrs<Attributes>();
-  }
-}
-
-template <int args, int results>
+template <int operands, int results>
 auto bind() {
-  return with_buffers<args, results>(ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>());
+  return with_buffers<operands, results>(ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>());
 }
-auto bind_forward() { return bind<7, 7>(); }
-auto bind_backward() { return bind<12, 13>(); }
+auto bind_forward() { return bind<7, 8>(); }
+auto bind_backward() { return bind<12, 14>(); }
 
 }  // namespace
 }  // namespace mok::xla_ffi

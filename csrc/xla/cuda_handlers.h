@@ -5,3 +5,5 @@
 
 extern "C" XLA_FFI_Error* mok_cuda_forward_initialize(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* mok_cuda_forward(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* mok_cuda_backward_initialize(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* mok_cuda_backward(XLA_FFI_CallFrame* frame);

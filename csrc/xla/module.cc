@@ -1,8 +1,16 @@
 // The Python extension: FFI entry points as capsules, and the shape rules of csrc/moe that Python needs while tracing.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
+#include <string>
+
+#include "cuda/workspace.h"
 #include "moe/shape.h"
 #include "xla/cpu_handlers.h"
+#ifdef MOK_WITH_CUDA
+#include "cuda/launch.h"
+#include "xla/cuda_handlers.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -17,6 +25,28 @@ mok::Shape shape(int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_exp
   return {ranks, 0, tokens, top_k, 0, 0, local_experts, ring_rows, mok::kRowBlock};
 }
 
+std::string failure_text() {
+#ifdef MOK_WITH_CUDA
+  if (const auto text = mok::cuda::failure_text()) return *text;
+#endif
+  return {};
+}
+
+// Stage to handler, by direction; empty where the extension was built without CUDA.
+nb::dict cuda_handlers() {
+  nb::dict directions;
+#ifdef MOK_WITH_CUDA
+  nb::dict forward, backward;
+  forward["initialize"] = handler(mok_cuda_forward_initialize);
+  forward["execute"] = handler(mok_cuda_forward);
+  backward["initialize"] = handler(mok_cuda_backward_initialize);
+  backward["execute"] = handler(mok_cuda_backward);
+  directions["forward"] = forward;
+  directions["backward"] = backward;
+#endif
+  return directions;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -28,6 +58,8 @@ NB_MODULE(_native, m) {
     handlers["backward"] = handler(mok_cpu_backward);
     return handlers;
   });
+  m.def("cuda_handlers", &cuda_handlers);
+  m.def("failure_text", &failure_text, "What a GPU has reported of an earlier call; empty: nothing.");
   m.def("call_site_type", [] {
     nb::dict type;
     type["type_id"] = nb::capsule(mok_call_site_type_id());
@@ -48,4 +80,11 @@ NB_MODULE(_native, m) {
       },
       nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
       "Rows of the ring where the caller chooses none.");
+  m.def(
+      "workspace_bytes",
+      [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts, int64_t ring_rows) {
+        return mok::cuda::WorkspaceLayout(shape(ranks, tokens, top_k, local_experts, ring_rows)).bytes;
+      },
+      nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
+      nb::arg("ring_rows"), "Bytes of schedule and counters of a call on a GPU.");
 }

@@ -1,18 +1,18 @@
-// The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass through the
-// ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots; weight_grad: a tile of
-// one expert's gradient, summed over its rows in order; and the reduce.
+// The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass
+// through the ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots;
+// weight_grad: a tile of one expert's gradient, summed over its rows in order; and the reduce.
 #include "cuda/sm90/gate_up.cuh"
 
 namespace mok::cuda::sm90 {
 namespace {
 
-constexpr int32_t kChunkColumns = 64;               // of the hidden_grad epilogue: gate and up, 64 columns each
-constexpr int32_t kChunkBytes = 2 * kLeftBytes;     // loaded; the results' third part is written only
+constexpr int32_t kChunkColumns = 64;            // of the hidden_grad epilogue: gate and up, 64 columns each
+constexpr int32_t kChunkBytes = 2 * kLeftBytes;  // loaded; the results' third part is written only
 constexpr int32_t kBoxRows = static_cast<int32_t>(kRowBlock);
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
 struct WeightTile {
-  int32_t matrix;       // 0: wi_0, 1: wi_1, 2: wo
+  int32_t matrix;  // 0: wi_0, 1: wi_1, 2: wo
   int32_t row, column;
   int64_t height, width;
 
@@ -36,10 +36,14 @@ struct Backward {
     const Shape& s = rank.shape;
     switch (t.kind) {
       case TaskKind::gate_up:
-      case TaskKind::hidden_grad: return static_cast<int32_t>(ceil_div(s.hidden, kTileDepth));
-      case TaskKind::row_grad: return 2 * static_cast<int32_t>(ceil_div(s.intermediate, kTileDepth));
-      case TaskKind::weight_grad: return t.blocks * (kBoxRows / kTileDepth);
-      default: return 0;
+      case TaskKind::hidden_grad:
+        return static_cast<int32_t>(ceil_div(s.hidden, kTileDepth));
+      case TaskKind::row_grad:
+        return 2 * static_cast<int32_t>(ceil_div(s.intermediate, kTileDepth));
+      case TaskKind::weight_grad:
+        return t.blocks * (kBoxRows / kTileDepth);
+      default:
+        return 0;
     }
   }
   __device__ static __forceinline__ int32_t extra(const Task& t) {
@@ -48,15 +52,19 @@ struct Backward {
 
   // ---- Loads.
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, int32_t step, Stages& stages) {
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, int32_t step,
+                                              Stages& stages) {
     switch (t.kind) {
-      case TaskKind::gate_up: return load_gate_up(rank, s, t, step, stages);
+      case TaskKind::gate_up:
+        return load_gate_up(rank, s, t, step, stages);
       case TaskKind::hidden_grad: {
         const int32_t chunk = step - steps(rank, t);
         return chunk < 0 ? load_hidden_grad(rank, s, t, step, stages) : load_chunk(rank, s, t, chunk, stages);
       }
-      case TaskKind::row_grad: return load_row_grad(rank, s, t, step, stages);
-      default: return load_weight_grad(rank, s, t, step, stages);
+      case TaskKind::row_grad:
+        return load_row_grad(rank, s, t, step, stages);
+      default:
+        return load_weight_grad(rank, s, t, step, stages);
     }
   }
 
@@ -122,14 +130,15 @@ struct Backward {
     switch (t.kind) {
       case TaskKind::gate_up:
         math.multiply<Layout::activations_weights>(acc, s, steps(rank, t));
-        return math.stage(acc);
+        return math.stage(acc, s);
       case TaskKind::hidden_grad:
         math.multiply<Layout::activations_weights_k>(acc, s, steps(rank, t));
         return through_swiglu(acc, rank, s, t, math);
       case TaskKind::row_grad:
         math.multiply<Layout::activations_weights_k>(acc, s, steps(rank, t));
-        return math.stage(acc);
-      case TaskKind::weight_grad: return compute_weight_grad(acc, rank, s, t, math);
+        return math.stage(acc, s);
+      case TaskKind::weight_grad:
+        return compute_weight_grad(acc, rank, s, t, math);
       default:
         reduce_tokens<false>(rank, s.call, t.block, thread_index() / 32, kMathWarps);
         return collect_router_grads(rank, s.call, t.block, thread_index(), kMathWarps * 32);
@@ -143,8 +152,8 @@ struct Backward {
     float dot;
   };
 
-  // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs of
-  // bf16. Padding rows give zeros, whatever their pre-activations were.
+  // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs
+  // of bf16. Padding rows give zeros, whatever their pre-activations were.
   __device__ static __forceinline__ void swiglu_pair(Row& row, const float* hidden_grad, float limit, uint32_t& gate,
                                                      uint32_t& up, uint32_t& weighted) {
     const float2 gates = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gate));
@@ -168,7 +177,8 @@ struct Backward {
   }
 
   // Four chunks of 64 columns, each a stage: gate becomes dgate, up becomes dup, and the weighted hidden is third.
-  __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s, const Task& t, Math& math) {
+  __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s,
+                                                        const Task& t, Math& math) {
     const int32_t lane = lane_index(), warp = thread_index() / 32, first = warp * 16 + lane / 4;
     const int64_t at = ring_row(s, t.block) + first;
     const int32_t real_rows = s.schedule.plan.real_rows(t.block);
@@ -208,7 +218,8 @@ struct Backward {
   }
 
   // Four lanes share a row.
-  __device__ static __forceinline__ void store_router_parts(const Rank& rank, const Task& t, int64_t at, Row (&rows)[2]) {
+  __device__ static __forceinline__ void store_router_parts(const Rank& rank, const Task& t, int64_t at,
+                                                            Row (&rows)[2]) {
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       float dot = rows[i].dot;
@@ -227,13 +238,13 @@ struct Backward {
     if (t.blocks > 0) math.multiply<Layout::both_transposed, true>(acc, s, steps(rank, t));
     if (plan.ends_later(t.macrobatch, t.expert)) {
       store_straddle(acc, straddle_of(rank, t));
-      math.staging.acquire();  // nothing is staged; the store warp learns that the accumulators are stored
-      math.staging.release();
+      math.staging.acquire(s.tiles);  // nothing is staged; the store warp learns that the accumulators are stored
+      math.staging.release(s.tiles);
     } else if (rank.grads_in_f32) {
-      stage_f32<0>(acc, math);
-      stage_f32<kAccumulators / 2>(acc, math);
+      stage_f32<0>(acc, s, math);
+      stage_f32<kAccumulators / 2>(acc, s, math);
     } else {
-      math.stage(acc);
+      math.stage(acc, s);
     }
   }
 
@@ -260,11 +271,12 @@ struct Backward {
 
   // Half of the tile's columns in f32 fill a row of the staging area.
   template <int32_t first>
-  __device__ static __forceinline__ void stage_f32(const Accumulators& acc, Math& math) {
-    math.staging.acquire();
+  __device__ static __forceinline__ void stage_f32(const Accumulators& acc, Shared& s, Math& math) {
+    math.staging.acquire(s.tiles);
+    const uint32_t address = Staging::f32_address(s.tiles);
 #pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 2; i += 4) math.staging.write_f32(i / 4, acc + first + i);
-    math.staging.release();
+    for (int32_t i = 0; i < kAccumulators / 2; i += 4) Staging::write_f32(address, i / 4, acc + first + i);
+    math.staging.release(s.tiles);
   }
 
   // ---- Stores.
@@ -273,7 +285,8 @@ struct Backward {
                                                int32_t group, StoreSide& side) {
     const Plan& plan = s.schedule.plan;
     switch (t.kind) {
-      case TaskKind::gate_up: return store_pre_activations(rank, plan, t, group, rank.pre_activations, side);
+      case TaskKind::gate_up:
+        return store_pre_activations(rank, plan, t, group, rank.pre_activations, side);
       case TaskKind::hidden_grad:
         if (group == 0 && lane_index() == 0) store_chunks(rank, s, t, side);
         return;
@@ -281,7 +294,8 @@ struct Backward {
         push_rows(rank, plan, arena, t, group, side);
         if (t.part == 0) push_router_grads(rank, plan, arena, t, group);
         return;
-      default: return store_weight_grad(rank, plan, t, group, side);
+      default:
+        return store_weight_grad(rank, plan, t, group, side);
     }
   }
 

@@ -1,5 +1,5 @@
-// The forward megakernel on Hopper: gate and up tiles with SwiGLU, down tiles whose rows go straight to their slots, and
-// the reduce.
+// The forward megakernel on Hopper: gate and up tiles with SwiGLU, down tiles whose rows go straight to their slots,
+// and the reduce.
 #include "cuda/sm90/gate_up.cuh"
 
 namespace mok::cuda::sm90 {
@@ -15,7 +15,8 @@ struct Forward {
   }
   __device__ static __forceinline__ int32_t extra(const Task&) { return 0; }
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, int32_t step, Stages& stages) {
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, int32_t step,
+                                              Stages& stages) {
     if (t.kind == TaskKind::gate_up) return load_gate_up(rank, s, t, step, stages);
     uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
     uint64_t* full = stages.full(s.tiles);
@@ -32,8 +33,9 @@ struct Forward {
     return t.macrobatch == 0 && rank.pre_activations;
   }
 
-  __device__ static __forceinline__ void stage_hidden(const Accumulators& acc, float limit, Math& math) {
-    math.staging.acquire();
+  __device__ static __forceinline__ void stage_hidden(const Accumulators& acc, float limit, Shared& s, Math& math) {
+    math.staging.acquire(s.tiles);
+    const uint32_t address = Staging::address(s.tiles);
 #pragma unroll
     for (int32_t i = 0; i < kAccumulators / 16; ++i) {
       float hidden[8];
@@ -43,9 +45,9 @@ struct Forward {
         const float up = clamp_up(acc[8 * i + j + kAccumulators / 2], limit);
         hidden[j] = __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
       }
-      math.staging.write(i, hidden);
+      Staging::write(address, i, hidden);
     }
-    math.staging.release();
+    math.staging.release(s.tiles);
   }
 
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const Task& t, Math& math) {
@@ -54,8 +56,8 @@ struct Forward {
     }
     Accumulators acc;
     math.multiply<Layout::activations_weights>(acc, s, steps(rank, t));
-    if (t.kind == TaskKind::down || keeps_pre_activations(rank, t)) math.stage(acc);
-    if (t.kind == TaskKind::gate_up) stage_hidden(acc, rank.activation_limit, math);
+    if (t.kind == TaskKind::down || keeps_pre_activations(rank, t)) math.stage(acc, s);
+    if (t.kind == TaskKind::gate_up) stage_hidden(acc, rank.activation_limit, s, math);
   }
 
   __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena, const Task& t,
@@ -66,8 +68,8 @@ struct Forward {
     const int64_t inner = rank.shape.intermediate, column = t.part * kGateUpColumns;
     bf16* to = rank.hidden + (plan.ring_block(t.block) * kRowBlock + group * kGroupRows) * inner + column;
     const uint8_t* staged = side.acquire();
-    store_rows(staged, plan.real_rows(t.block) - group * kGroupRows, 2 * smaller<int64_t>(kGateUpColumns, inner - column),
-               [&](int32_t i) { return to + i * inner; });
+    store_rows(staged, plan.real_rows(t.block) - group * kGroupRows,
+               2 * smaller<int64_t>(kGateUpColumns, inner - column), [&](int32_t i) { return to + i * inner; });
     side.release();
   }
 

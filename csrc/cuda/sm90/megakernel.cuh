@@ -1,5 +1,5 @@
-// The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a producer warp claims compute tasks and
-// feeds tiles to two math warpgroups; two store warps push what these have staged; a communication warp pulls rows.
+// The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a producer warp claims compute tasks
+// and feeds tiles to two math warpgroups; two store warps push what these have staged; a communication warp pulls rows.
 // CTAs take their roles in the order in which they arrive. What the tasks of a direction are is in forward.cu and
 // backward.cu, as a Work:
 //   using Rank           its arguments
@@ -30,7 +30,7 @@ struct Shared {
   Task queue[kQueue];
   uint64_t queue_full[kQueue], queue_empty[kQueue];
   int32_t halves[kQueue];  // store warps that are done with the task
-  int64_t call;  // this one's number
+  int64_t call;            // this one's number
   int32_t here, arrival, last;
 };
 static_assert(sizeof(Shared) <= 232448);
@@ -83,23 +83,23 @@ struct Math {
   Staging staging;
   Turn<kChunks> chunk;
 
-  __device__ explicit Math(Shared& s) : staging(s.tiles, thread_index() / 128) {}
   // Accumulators live no longer than their task: registers that survived it would be copied around each product.
   template <Layout layout, bool kAccumulate = false>
   __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, int32_t steps) {
     sm90::multiply<layout, kAccumulate>(acc, s.tiles, thread_index() / 128, steps, stages);
   }
-  __device__ __forceinline__ void stage(const Accumulators& acc) {
-    staging.acquire();
+  __device__ __forceinline__ void stage(const Accumulators& acc, Shared& s) {
+    staging.acquire(s.tiles);
+    const uint32_t address = Staging::address(s.tiles);
 #pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 8; ++i) staging.write(i, acc + 8 * i);
-    staging.release();
+    for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write(address, i, acc + 8 * i);
+    staging.release(s.tiles);
   }
 };
 
 template <class Work>
 __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
-  Math math(s);
+  Math math;
   for (Turn<kQueue> turn;; turn.advance()) {
     mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
     const Task& task = s.queue[turn.slot()];
@@ -114,7 +114,8 @@ __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared&
 
 // Stores `bytes` from `staged` on of the first `count` of 64 staged rows to address(row); each lane two rows.
 template <class Address>
-__device__ __forceinline__ void store_rows(const uint8_t* staged, int32_t count, int64_t bytes, const Address& address) {
+__device__ __forceinline__ void store_rows(const uint8_t* staged, int32_t count, int64_t bytes,
+                                           const Address& address) {
   for (int32_t i = lane_index(); i < kGroupRows; i += 32) {
     if (i < count) bulk_store(address(i), staged + i * kStagingPitch, static_cast<uint32_t>(bytes));
   }

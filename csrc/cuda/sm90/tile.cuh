@@ -8,9 +8,9 @@
 namespace mok::cuda::sm90 {
 
 inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kTileDepth = 64, kGroupRows = 64;
-inline constexpr int32_t kAccumulators = 128;   // a thread: 64 x 256 over 128 threads
+inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
-inline constexpr int32_t kBoxColumns = 64;      // 128 bytes, the swizzle's width
+inline constexpr int32_t kBoxColumns = 64;  // 128 bytes, the swizzle's width
 inline constexpr int32_t kBoxBytes = kTileDepth * kBoxColumns * 2;
 inline constexpr int32_t kLeftBytes = static_cast<int32_t>(kRowBlock) * kTileDepth * 2;
 inline constexpr int32_t kRightBytes = kTileColumns * kTileDepth * 2;
@@ -46,9 +46,7 @@ class Turn {
  public:
   __device__ __forceinline__ int32_t slot() const { return state_ >> 1; }
   __device__ __forceinline__ uint32_t parity() const { return state_ & 1; }
-  __device__ __forceinline__ void advance() {
-    state_ = state_ >> 1 == size - 1 ? (state_ & 1) ^ 1 : state_ + 2;
-  }
+  __device__ __forceinline__ void advance() { state_ = state_ >> 1 == size - 1 ? (state_ & 1) ^ 1 : state_ + 2; }
 
  private:
   int32_t state_ = 0;
@@ -98,10 +96,11 @@ __device__ __forceinline__ void multiply_stage(Accumulators& acc, uint32_t stage
   wgmma_commit();
 }
 
-// acc = (kAccumulate ? acc : 0) + the product over `steps` stages. A stage is given back when the next one's products are
-// under way.
+// acc = (kAccumulate ? acc : 0) + the product over `steps` stages. A stage is given back when the next one's products
+// are under way.
 template <Layout layout, bool kAccumulate>
-__device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps, Stages& stages) {
+__device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps,
+                                         Stages& stages) {
   const bool elected = lane_index() == 0;
   multiply_stage<layout, kAccumulate>(acc, stages.wait_full(m), group);
   uint64_t* previous = stages.empty(m);
@@ -117,38 +116,41 @@ __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32
   if (elected) mbarrier_arrive(previous);
 }
 
-// A warpgroup's side of its staging area: 64 rows of up to 256 bf16.
+// A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32). Keeps nothing but the phase's parity.
 class Staging {
  public:
-  __device__ Staging(TileMemory& m, int32_t group)
-      : full_(&m.staging_full[group]), empty_(&m.staging_empty[group]) {
-    // stmatrix: lane l gives the row of 8 columns at which matrix l / 8 has its row l % 8.
-    const int32_t lane = lane_index(), warp = thread_index() / 32 % 4;
-    const int32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, column = lane / 16 * 8;
-    address_ = shared_address(m.staging[group]) + row * kStagingPitch + column * 2;
-    f32_address_ = shared_address(m.staging[group]) + (warp * 16 + lane / 4) * kStagingPitch + lane % 4 * 8;
+  __device__ __forceinline__ void acquire(TileMemory& m) { mbarrier_wait(&m.staging_empty[group()], parity_ ^ 1); }
+  // Where this thread writes; found once for all the columns.
+  __device__ __forceinline__ static uint32_t address(TileMemory& m) {
+    const int32_t lane = lane_index(), row = warp() * 16 + lane / 8 % 2 * 8 + lane % 8;
+    return shared_address(m.staging[group()]) + row * kStagingPitch + lane / 16 * 16;
   }
-  __device__ __forceinline__ void acquire() { mbarrier_wait(empty_, parity_ ^ 1); }
+  __device__ __forceinline__ static uint32_t f32_address(TileMemory& m) {
+    const int32_t lane = lane_index();
+    return shared_address(m.staging[group()]) + (warp() * 16 + lane / 4) * kStagingPitch + lane % 4 * 8;
+  }
   // 16 columns, from 16 * i on, of 8 accumulators.
-  __device__ __forceinline__ void write(int32_t i, const float* a) {
-    store_matrices(address_ + i * 32, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
+  __device__ __forceinline__ static void write(uint32_t address, int32_t i, const float* a) {
+    store_matrices(address + i * 32, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
                    pack_bf16(a[6], a[7]));
   }
   // 8 columns, from 8 * i on, of 4 accumulators, unrounded.
-  __device__ __forceinline__ void write_f32(int32_t i, const float* a) {
-    const uint32_t address = f32_address_ + i * 32;
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a[0]), "f"(a[1]) : "memory");
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address + 8 * kStagingPitch), "f"(a[2]), "f"(a[3]) : "memory");
+  __device__ __forceinline__ static void write_f32(uint32_t address, int32_t i, const float* a) {
+    const uint32_t to = address + i * 32;
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a[0]), "f"(a[1]) : "memory");
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + 8 * kStagingPitch), "f"(a[2]), "f"(a[3]) : "memory");
   }
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void release(TileMemory& m) {
     fence_proxy_async_shared();
-    mbarrier_arrive(full_);
+    mbarrier_arrive(&m.staging_full[group()]);
     parity_ ^= 1;
   }
 
  private:
-  uint64_t *full_, *empty_;
-  uint32_t address_, f32_address_, parity_ = 0;
+  __device__ __forceinline__ static int32_t group() { return thread_index() / 128; }
+  __device__ __forceinline__ static int32_t warp() { return thread_index() / 32 % 4; }
+
+  uint32_t parity_ = 0;
 };
 
 // The store warp's side.
@@ -169,8 +171,8 @@ class StoreSide {
     parity_ ^= 1;
   }
 
-  // Stages pass by the store warps, which see only those that an epilogue fills: `stage_after(n)` is the slot of the n-th
-  // stage of the current task, skip(n) leaves a task's n stages behind.
+  // Stages pass by the store warps, which see only those that an epilogue fills: `stage_after(n)` is the slot of the
+  // n-th stage of the current task, skip(n) leaves a task's n stages behind.
   __device__ __forceinline__ int32_t stage_after(int32_t n) const { return (stage_ + n) % kStages; }
   __device__ __forceinline__ void skip(int32_t n) { stage_ = stage_after(n); }
   Turn<kChunks> chunk;

@@ -1,0 +1,55 @@
+"""Runs one step of the megakernel with several virtual ranks on one GPU: real protocol, entry flags included, and the
+numerics of expert parallelism, without a second device. From global arrays to global arrays, like `runner`.
+
+Each kernel is launched once for all ranks, whose arrays lie one after the other: the global arrays as they are.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from oracle import Outputs
+from runner import _pad_tokens
+
+from mok_jax import megakernel
+from mok_jax.config import MoKConfig
+from mok_jax.stats import MoEStats
+
+
+def run(inputs, ep, config=None, activation_limit=None) -> Outputs:
+    """``y`` and the gradients of ``sum(y * dy)``, as global NumPy arrays of the dtypes that the layer gives them."""
+    return run_with_stats(inputs, ep, config, activation_limit)[0]
+
+
+def run_with_stats(inputs, ep, config=None, activation_limit=None) -> tuple[Outputs, MoEStats]:
+    """The same, and ``MoEStats`` of all ranks: ``rows [ep]``, ``rows_per_expert [E]``, ``bad_tokens [ep]``."""
+    num_tokens = len(inputs.x)
+    padded = _pad_tokens(inputs, -num_tokens % ep)
+    call = megakernel.make_call(
+        ep,
+        len(padded.x) // ep,
+        inputs.expert_ids.shape[1],
+        len(inputs.wi_0) // ep,
+        activation_limit,
+        MoKConfig() if config is None else config,
+    )
+    call = dataclasses.replace(call, virtual_ranks=ep, differentiated=True)
+    with jax.default_device(jax.devices("gpu")[0]):
+        outputs, rows, bad = jax.device_get(_step(*padded, call=call))
+    stats = MoEStats(rows.reshape(ep, -1).sum(axis=1), rows, np.reshape(bad, ep))
+    return Outputs(*(a[:num_tokens] for a in outputs[:3]), *outputs[3:]), stats
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def _step(x, expert_ids, expert_weights, wi_0, wi_1, wo, dy, *, call):
+    where = jnp.zeros(2, jnp.int32)
+    operands = (x, expert_ids, expert_weights, *(w.astype(x.dtype) for w in (wi_0, wi_1, wo)), where)
+    y, row_table, expert_rows, bad, pre_activations, rows, *_ = megakernel.forward_p.bind(*operands, call=call)
+    kept = {"nothing": [], "pre_activations": [pre_activations], "pre_activations_and_rows": [pre_activations, rows]}
+    grad_dtype = np.dtype(np.float32) if wi_0.dtype == np.float32 else np.dtype(x.dtype)
+    backward = dataclasses.replace(call, weight_grad_dtype=grad_dtype)
+    saved = kept[call.save]
+    gradients = megakernel.backward_p.bind(*operands, dy, row_table, expert_rows, *saved, call=backward)[:5]
+    return Outputs(y, *gradients), expert_rows, bad
