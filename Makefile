@@ -31,18 +31,17 @@ $(VENV)/.built $(FLOOR)/.built: %/.built: %/.packages $(SOURCES)
 	$(@D)/bin/pip install --quiet --no-build-isolation --no-deps $(SETTINGS) --editable .
 	touch $@
 
-# On a machine with a GPU and, offline, a python3 that has jax, flax, nanobind, scikit-build-core and pytest.
-GPU := .venv-gpu
-$(GPU)/.built: $(SOURCES)
-	python3 -m venv --system-site-packages $(GPU)
-	$(GPU)/bin/python -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/gpu --editable .
+# On a machine with a GPU and, offline, a python3 that has jax, flax, nanobind, scikit-build-core and pytest: installs
+# into that python3.
+build/gpu/.built: $(SOURCES)
+	python3 -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/gpu --editable .
 	touch $@
 
-gpu-test: $(GPU)/.built
-	JAX_PLATFORMS=cuda,cpu $(GPU)/bin/python -m pytest -m gpu $(ARGS)
+gpu-test: build/gpu/.built
+	JAX_PLATFORMS=cuda,cpu python3 -m pytest -m gpu $(ARGS)
 
-gpu-bench: $(GPU)/.built
-	$(GPU)/bin/python -m benchmarks.layer --keep-going $(ARGS)
+gpu-bench: build/gpu/.built
+	python3 -m benchmarks.layer --keep-going $(ARGS)
 
 # Trains a small Mixture-of-Experts language model on real text; results are in runs/demo.
 demo: build
@@ -69,4 +68,4 @@ format: build
 	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh')
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(GPU) build dist runs
+	rm -rf $(VENV) $(FLOOR) build dist runs

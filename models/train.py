@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for field in MODEL_FIELDS:
         flag = "--" + field.name.replace("_", "-")
         action = argparse.BooleanOptionalAction if field.type is bool else "store"
-        options = {} if field.type is bool else {"type": field.type}
+        options: dict[str, Any] = {} if field.type is bool else {"type": field.type}
         parser.add_argument(flag, default=field.default, action=action, help="model: (%(default)s)", **options)
     args = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "sequence_length", "log_every"):

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from models.config import BYTE_VOCABULARY, ModelConfig
+from mok_jax.api import Implementation
 from mok_jax.nnx import MoE
 
 
@@ -31,7 +33,7 @@ class ModelOutput(NamedTuple):
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions: ``[B, S, H] -> [B, S, H]``."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
         self.rope_base = config.rope_base
         hidden = config.hidden_size
@@ -49,7 +51,15 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """Attention, then experts, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, mesh: Mesh | None, implementation: str | None, rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        mesh: Mesh | None,
+        implementation: Implementation | None,
+        rngs: nnx.Rngs,
+    ):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
@@ -86,9 +96,9 @@ class Transformer(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         mesh: Mesh | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         """Makes the model; parameters are f32.
@@ -101,7 +111,6 @@ class Transformer(nnx.Module):
           rngs: the key for the parameters.
         """
         self.mesh = mesh
-        self.dtype = dtype
         self.tie_embeddings = config.tie_embeddings
         self.embedding = nnx.Embed(BYTE_VOCABULARY, config.hidden_size, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(

@@ -6,19 +6,50 @@ A call's way from here: ``megakernel.moe`` (the fused FFI call), ``xla.moe`` (XL
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
 from mok_jax import checks, megakernel, native, reference, xla
-from mok_jax.config import MoKConfig
+from mok_jax.config import MoKConfig, require_choice
 from mok_jax.stats import MoEStats
 
 Implementation = Literal["megakernel", "xla", "reference"]
 
 
+@overload
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...] | None = ...,
+    activation: str = ...,
+    activation_limit: float | None = ...,
+    config: MoKConfig = ...,
+    implementation: Implementation | None = ...,
+    return_stats: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...] | None = ...,
+    activation: str = ...,
+    activation_limit: float | None = ...,
+    config: MoKConfig = ...,
+    implementation: Implementation | None = ...,
+    return_stats: Literal[True],
+) -> tuple[jax.Array, MoEStats]: ...
 def moe(
     x: jax.Array,
     expert_ids: jax.Array,
@@ -45,7 +76,7 @@ def moe(
     other mesh axes are this rank's share: sum them over those axes. In all other cases JAX has done that.
 
     Args:
-      x: ``[T, H]`` bfloat16 or float32 (``"reference"`` and ``"xla"``: any float dtype). Products are computed in it.
+      x: ``[T, H]`` bfloat16 or float32 (``"reference"`` and ``"xla"``: float64 too). Products are computed in it.
       expert_ids: int32 ``[T, K]``, global expert ids; -1 is no expert. A token with any other id outside ``[0, E)`` is
         bad: it is sent nowhere and its rows of ``y`` and of the gradients of ``x`` and ``expert_weights`` are NaN. An
         id that occurs twice in a token counts twice.
@@ -78,23 +109,20 @@ def moe(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
     implementation = choose_implementation(implementation, x, axis_name)
-    run: Callable = {
-        "megakernel": functools.partial(megakernel.moe, config=config),
-        "xla": xla.moe,
-        "reference": reference.moe,
-    }[implementation]
+    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
+    options = {"axis_name": axis_name, "activation_limit": activation_limit}
     if implementation == "megakernel":
         checks.check_megakernel(x)
-    y, stats = run(
-        x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name=axis_name, activation_limit=activation_limit
-    )
+        y, stats = megakernel.moe(*operands, **options, config=config)
+    else:
+        y, stats = {"xla": xla.moe, "reference": reference.moe}[implementation](*operands, **options)
     return (y, stats) if return_stats else y
 
 
 def choose_implementation(implementation: Implementation | None, x, axis_name) -> Implementation:
     """What None means for these arguments on the default backend; any other name is checked and returned."""
     if implementation is not None:
-        checks.check_choice("implementation", implementation, ("megakernel", "xla", "reference"))
+        require_choice("implementation", implementation, get_args(Implementation))
         return implementation
     backend = jax.default_backend()
     if backend == "cpu":
@@ -122,4 +150,4 @@ def _lacking_on_gpu(x, axis_name) -> str | None:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)  # The line that calls ``moe``.

@@ -1,6 +1,5 @@
 """Refusals at trace time: each names the argument, its value and the nearest legal value or the remedy."""
 
-import difflib
 import numbers
 from typing import Any
 
@@ -8,21 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mok_jax.config import ROW_BLOCK, MoKConfig
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises unless ``value`` is one of ``choices``."""
-    if value in choices:
-        return
-    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-    legal = f"one of {', '.join(map(repr, choices))}; the nearest is {nearest!r}" if len(choices) > 1 else repr(nearest)
-    raise ValueError(f"{name} is {value!r}; it must be {legal}")
+from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
 
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
     """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
-    check_choice("activation", activation, ("swiglu",))
+    require_choice("activation", activation, ("swiglu",))
     _check_activation_limit(activation_limit)
     if not isinstance(config, MoKConfig):
         raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")

@@ -1,6 +1,6 @@
 """`MoKConfig`: how a call is scheduled and what it keeps in memory, never what it computes.
 
-Whatever is set here, the results have the same bits (DESIGN: determinism); only time and memory change.
+Whatever is set here, the results have the same bits; only time and memory change.
 """
 
 import dataclasses
@@ -78,10 +78,16 @@ class MoKConfig:
             _require_seconds(name, getattr(self, name))
         if self.host_delay_seed is None:
             raise TypeError("MoKConfig.host_delay_seed is None; it must be an int, 0 for no delays")
-        if self.save not in SAVE_POLICIES:
-            nearest = difflib.get_close_matches(str(self.save), SAVE_POLICIES, n=1, cutoff=0.0)[0]
-            legal = f"it must be one of {', '.join(map(repr, SAVE_POLICIES))}; the nearest is {nearest!r}"
-            raise ValueError(f"MoKConfig.save is {self.save!r}; {legal}")
+        require_choice("MoKConfig.save", self.save, SAVE_POLICIES)
+
+
+def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless ``value`` is one of ``choices``."""
+    if value in choices:
+        return
+    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
+    legal = f"one of {', '.join(map(repr, choices))}; the nearest is {nearest!r}" if len(choices) > 1 else repr(nearest)
+    raise ValueError(f"{name} is {value!r}; it must be {legal}")
 
 
 def _require_seconds(name: str, value: Any) -> None:

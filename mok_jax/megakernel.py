@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mok_jax import checks, native
-from mok_jax.config import SAVE_POLICIES, MoKConfig, Save
+from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig, Save
 from mok_jax.reference import vary_alike
 from mok_jax.stats import MoEStats
 
@@ -53,7 +53,7 @@ def remat_policy(*args, **params) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call site fixes, apart from the shapes of its operands: the parameter of both primitives."""
+    """What a call site fixes, apart from the shapes of its operands: the parameter of every primitive."""
 
     ranks: int
     ring_rows: int
@@ -64,7 +64,7 @@ class Call:
     differentiated: bool = False
     weight_grad_dtype: np.dtype | None = None
     virtual_ranks: int = 1
-    """Ranks that one GPU runs side by side, all arrays holding theirs one after the other: only tests have more than 1."""
+    """Ranks that one GPU runs side by side, their arrays one after the other: more than 1 in tests alone."""
 
     @property
     def save(self) -> Save:
@@ -150,12 +150,25 @@ def _moe_derivative(call, axis_name, primals, tangents):
     varied = vary_alike(*operands, axis_name=axis_name)
     call = dataclasses.replace(call, differentiated=True)
     y, row_table, expert_rows, bad_tokens, pre_activations, rows, *_ = _bind_forward(call, where, *varied)
-    kept = {"nothing": [], "pre_activations": [pre_activations], "pre_activations_and_rows": [pre_activations, rows]}
-    saved = checkpoint_name((row_table, expert_rows, *kept[call.save]), RESIDUALS_NAME)
+    saved = checkpoint_name((row_table, expert_rows, *what_is_kept(call, pre_activations, rows)), RESIDUALS_NAME)
     y = checkpoint_name(y, OUTPUT_NAME)
     _, *tangents = vary_alike(y, *(_instantiate(t) for i, t in enumerate(tangents) if i not in (0, 2)), axis_name=None)
     dy = tangent_p.bind(where, *operands, *saved, *tangents, call=call)
     return (y, expert_rows, bad_tokens), (dy, *map(SymbolicZero.from_primal_value, (expert_rows, bad_tokens)))
+
+
+def what_is_kept(call, pre_activations, rows):
+    """Those results of the forward that the ``save`` policy hands to the backward, besides the row table."""
+    return {
+        "nothing": (),
+        "pre_activations": (pre_activations,),
+        "pre_activations_and_rows": (pre_activations, rows),
+    }[call.save]
+
+
+def weight_grad_dtype(x, weight):
+    """What the kernels write weight gradients in: float32 for float32 weights, not rounded in between."""
+    return np.dtype(np.float32) if weight.dtype == np.float32 else np.dtype(x.dtype)
 
 
 def _instantiate(tangent):
@@ -168,8 +181,7 @@ def _transpose_tangent(dy, where, *others, call):
     if type(dy) is ad.Zero:
         return [None] * (1 + len(others))
     _, x, expert_ids, expert_weights, *weights = vary_alike(dy, *operands, axis_name=None)
-    grad_dtype = np.dtype(np.float32) if weights[0].dtype == np.float32 else np.dtype(x.dtype)
-    call = dataclasses.replace(call, weight_grad_dtype=grad_dtype)
+    call = dataclasses.replace(call, weight_grad_dtype=weight_grad_dtype(x, weights[0]))
     rounded = [w.astype(x.dtype) for w in weights]
     results = backward_p.bind(x, expert_ids, expert_weights, *rounded, where, dy, *saved, call=call)
     gradients = [*results[:2], *(d.astype(weights[0].dtype) for d in results[2:5])]
@@ -191,7 +203,7 @@ def _forward_results(call, x, wi_0):
         ((n * call.max_rows, 2), np.int32),  # row table
         ((experts,), np.int32),  # rows per expert
         ((n,) if n > 1 else (), np.int32),  # bad tokens
-        ((ring if call.save != "nothing" else 0, 2 * intermediate), x.dtype),  # pre-activations
+        ((ring if call.save != "nothing" else 0, _pre_activation_width(intermediate)), x.dtype),
         ((ring, hidden), x.dtype),  # rows
         ((ring, intermediate), x.dtype),  # hidden activations
         ((n * call.workspace_bytes,), np.uint8),
@@ -213,14 +225,19 @@ def _backward_results(call, x, expert_weights, wi_0, wo):
         (wo.shape, call.weight_grad_dtype),
         ((pulled, hidden), x.dtype),  # rows of x
         ((ring, hidden), x.dtype),  # rows of dy
-        ((replayed, 2 * intermediate), x.dtype),  # pre-activations
+        ((replayed, _pre_activation_width(intermediate)), x.dtype),
         ((ring, intermediate), x.dtype),  # hidden activations times router weight
         ((ring, 2 * intermediate), x.dtype),  # gradients of gate and up
         ((ring,), np.float32),  # router weights
-        ((ring, -(-intermediate // native.ROW_BLOCK)), np.float32),  # parts of the router gradient
+        ((ring, -(-intermediate // ROW_BLOCK)), np.float32),  # parts of the router gradient
         ((straddle,), np.float32),  # accumulators of a straddling expert
         ((n * call.workspace_bytes,), np.uint8),
     ]
+
+
+def _pre_activation_width(intermediate):
+    """Elements of gate and up that a ring keeps of a row: of whole tiles, in whatever order the executor likes."""
+    return 2 * -(-intermediate // 128) * 128
 
 
 def _padded_to_tiles(hidden, intermediate):
@@ -276,7 +293,7 @@ def _complete_residuals(ctx, operands):
     """
     x, wi_0 = ctx.avals_in[0], ctx.avals_in[3]
     saved = len(operands) - 10
-    empty = [ShapedArray((0, width), x.dtype) for width in (2 * wi_0.shape[2], x.shape[1])[saved:]]
+    empty = [ShapedArray((0, width), x.dtype) for width in (_pre_activation_width(wi_0.shape[2]), x.shape[1])[saved:]]
     constants = [mlir.ir_constant(np.zeros(aval.shape, aval.dtype)) for aval in empty]
     return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]
 

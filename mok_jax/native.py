@@ -7,18 +7,6 @@ from types import ModuleType
 import jax
 import jax.ffi
 
-from mok_jax.config import ROW_BLOCK
-
-__all__ = [
-    "ROW_BLOCK",
-    "check",
-    "has_cuda",
-    "library",
-    "register_cpu_targets",
-    "register_cuda_targets",
-    "register_ffi_targets",
-]
-
 _registration = threading.Lock()
 
 

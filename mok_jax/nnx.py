@@ -6,6 +6,7 @@
 """
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,9 +15,11 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 import mok_jax
 from mok_jax import routing, sharding
+from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
 
 
@@ -40,7 +43,7 @@ class MoEOutput:
 class Gate(nnx.Module):
     """Holds the router's matrix, ``kernel [H, E]``."""
 
-    def __init__(self, hidden_size: int, num_experts: int, *, param_dtype: jnp.dtype, metadata: dict, rngs: nnx.Rngs):
+    def __init__(self, hidden_size: int, num_experts: int, *, param_dtype: DTypeLike, metadata: dict, rngs: nnx.Rngs):
         value = nnx.initializers.lecun_normal()(rngs.params(), (hidden_size, num_experts), param_dtype)
         # Not "exp" on the second axis: every rank routes its own tokens over all experts.
         self.kernel = nnx.Param(value, out_sharding=("embed", None), **metadata)
@@ -74,12 +77,12 @@ class MoE(nnx.Module):
         z_loss_coeff: float = 0.0,
         activation: str = "swiglu",
         activation_limit: float | None = None,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         mesh: Mesh | None = None,
         expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS,
         config: MoKConfig | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         """Makes the layer and initialises its parameters (LeCun normal, each expert by itself).
@@ -165,10 +168,12 @@ class MoE(nnx.Module):
         if token_mask is not None and token_mask.shape != x.shape[:-1]:
             raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
         forward = self._forward
-        if _has_explicit_axes(self.mesh):
+        if self.mesh is not None and _has_explicit_axes(self.mesh):
             # Flattened tokens have no sharding that an explicit mesh can write down; inside, XLA keeps track of it.
-            like_x = MoEOutput(output=jax.typeof(x).sharding.spec, aux_loss=P(), z_loss=P(), expert_load=P())
-            forward = jax.sharding.auto_axes(forward, axes=self.mesh.axis_names, out_sharding=like_x)
+            like_x: Any = jax.typeof(x).sharding.spec
+            whole: Any = P()
+            specs = MoEOutput(output=like_x, aux_loss=whole, z_loss=whole, expert_load=whole)
+            forward = jax.sharding.auto_axes(forward, axes=self.mesh.axis_names, out_sharding=specs)
         return forward(x, token_mask, self.gate.kernel[...], self.wi_0[...], self.wi_1[...], self.wo[...])
 
     def _forward(self, x, token_mask, gate, wi_0, wi_1, wo) -> MoEOutput:
@@ -230,9 +235,9 @@ def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
     return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def _has_explicit_axes(mesh: Mesh | None) -> bool:
+def _has_explicit_axes(mesh: Mesh) -> bool:
     """Whether shardings are part of the types where the caller is; raises ValueError where they would have to be."""
-    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+    if AxisType.Explicit not in mesh.axis_types:
         return False
     here = jax.sharding.get_abstract_mesh()
     if here.empty:

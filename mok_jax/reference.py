@@ -50,7 +50,8 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
     def apply_expert(outputs, expert):
         index, *matrices = expert
         selected = (ids.reshape(num_slots) == index)[:, None]
-        return jnp.where(selected, expert_mlp(slots, selected, *matrices, activation_limit), outputs), None
+        results = expert_mlp(slots, selected, *matrices, activation_limit=activation_limit)
+        return jnp.where(selected, results, outputs), None
 
     outputs, _ = jax.lax.scan(apply_expert, jnp.zeros_like(slots), (jnp.arange(num_experts), *weights))
     y = combine(outputs.reshape(*ids.shape, -1), ids, expert_weights)
@@ -58,7 +59,7 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
     return y.astype(x.dtype), routing_stats(ids, bad, num_experts, num_local_experts, axis_name)
 
 
-def expert_mlp(rows, selected, wi_0, wi_1, wo, activation_limit):
+def expert_mlp(rows, selected, wi_0, wi_1, wo, *, activation_limit):
     """One expert on ``rows [R, H]``; rows that are not ``selected`` (bool ``[R, 1]``) are zero until the last product.
 
     They are masked before the first products and again after them. So neither a non-finite row nor a non-finite weight

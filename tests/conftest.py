@@ -1,4 +1,5 @@
-"""What all tests need before they start: virtual devices, what becomes of `gpu` tests, a guard against hanging.
+"""What all tests need before they start: virtual devices, the CPU as default, what becomes of `gpu` tests, a guard
+against hanging.
 
 Tests run on the CPU unless `JAX_PLATFORMS` names a GPU (`JAX_PLATFORMS=cuda,cpu pytest`). XLA's persistent compilation
 cache stays off: a test must not pass because of what an earlier run has left behind.
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu"))
             config.stash[_gpu_tests_left_out] += 1
+
+
+@pytest.fixture(autouse=True)
+def default_device(request):
+    """Programs of tests that do not ask for a GPU run on the CPU, beside a GPU too."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
 
 
 @pytest.hookimpl(wrapper=True)

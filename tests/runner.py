@@ -44,7 +44,7 @@ def run(
     step = _compiled_step(ep, implementation, config, activation_limit, axis, check_vma, grad, replicas)
     # Without this JAX would narrow float64 to float32; it is part of the key under which jit caches.
     with jax.enable_x64(inputs.x.dtype == np.float64):
-        outputs = jax.device_get(step(*_pad_tokens(inputs, -num_tokens % (ep * replicas))))
+        outputs = jax.device_get(step(*pad_tokens(inputs, -num_tokens % (ep * replicas))))
     return Outputs(*(a[:num_tokens] for a in outputs[:3]), *outputs[3:])
 
 
@@ -59,10 +59,10 @@ def run_stats(inputs, ep, *, implementation):
     everything = jax.shard_map(
         stats_of_rank, mesh=_mesh(ep, ("expert",), 1), in_specs=P("expert"), out_specs=P("expert")
     )
-    return jax.device_get(jax.jit(everything)(*_pad_tokens(inputs, -len(inputs.x) % ep)[:-1]))
+    return jax.device_get(jax.jit(everything)(*pad_tokens(inputs, -len(inputs.x) % ep)[:-1]))
 
 
-def _pad_tokens(inputs, count):
+def pad_tokens(inputs, count):
     """Adds ``count`` tokens without an expert. Their data are NaN: nobody may look at them."""
 
     def pad(array, value):

@@ -17,6 +17,7 @@ import pytest
 import runner as shard_map_runner
 import virtual_ranks
 from cases import Case, Inputs, bad_ids, make, uniform, zipf
+from compare import count_differences, differences
 from oracle import Outputs
 
 from mok_jax.config import SAVE_POLICIES, MoKConfig
@@ -150,17 +151,6 @@ def expected_of(runner, workload):
     return RUNNERS[runner].run(inputs_of(workload), 1, MoKConfig())
 
 
-def differences(actual, expected):
-    """By output, the number of elements that are not the same bits."""
-    return {name: _count(getattr(actual, name), getattr(expected, name)) for name in expected._fields}
-
-
-def _count(actual, expected):
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    bits = np.dtype(f"u{actual.dtype.itemsize}")
-    return int((actual.view(bits) != expected.view(bits)).sum())
-
-
 def workloads_of(runner):
     return [name for name, (_, dtype) in WORKLOADS.items() if dtype in RUNNERS[runner].dtypes]
 
@@ -194,9 +184,12 @@ def test_another_order_would_show(runner):
     actual = RUNNERS[runner].run(inputs._replace(**per_token), 1, MoKConfig())
     expected = RUNNERS[runner].run(inputs, 1, MoKConfig())
     for name in ("y", "dx", "d_expert_weights"):
-        assert _count(getattr(actual, name)[::-1], getattr(expected, name)) == 0, name
+        assert count_differences(getattr(actual, name)[::-1], getattr(expected, name)) == 0, name
+    # A tensor core adds 16 rows at once, so that the order within those does not show: the expert with most rows.
+    busiest = np.bincount(inputs.expert_ids.ravel()).argmax()
     for name in ("d_wi_0", "d_wi_1", "d_wo"):
-        assert _count(getattr(actual, name), getattr(expected, name)) > expected.d_wo.size / 10, name
+        gradient, before = getattr(actual, name)[busiest], getattr(expected, name)[busiest]
+        assert count_differences(gradient, before) > before.size / 2, name
 
 
 @pytest.mark.parametrize(("runner", "workload"), PAIRS)
@@ -214,5 +207,5 @@ def test_token_is_independent_of_the_others(runner, others, workload, coverage):
     actual = RUNNERS[runner].run(inputs._replace(**changed), cell.ep, MoKConfig(**cell.settings))
     expected = expected_of(runner, workload)
     for name in ("y", "dx"):
-        assert _count(getattr(actual, name)[kept], getattr(expected, name)[kept]) == 0, name
+        assert count_differences(getattr(actual, name)[kept], getattr(expected, name)[kept]) == 0, name
     coverage.add(runner, cell)

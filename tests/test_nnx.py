@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import relative_l2
 from flax import nnx
 from flax.core import spmd
 from jax.sharding import AxisType, NamedSharding
@@ -14,12 +15,6 @@ from mok_jax.sharding import make_mesh
 
 HIDDEN, EXPERTS, K = 16, 8, 2
 F32_TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 @pytest.fixture
@@ -62,15 +57,10 @@ def value_and_gradients(layer, x, mask):
     return value, out, gradients
 
 
-def relative_error(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
 def assert_same(got, want):
     for got_leaf, want_leaf in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert got_leaf.shape == want_leaf.shape and got_leaf.dtype == want_leaf.dtype
-        assert relative_error(got_leaf, want_leaf) < F32_TOLERANCE
+        assert relative_l2(got_leaf, want_leaf) < F32_TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel"])
@@ -167,7 +157,7 @@ def test_dtypes(mesh):
     assert out.output.dtype == jnp.bfloat16 and out.aux_loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
     assert x_gradient.dtype == jnp.float32
-    assert relative_error(out.output.astype(jnp.float32), forward(make_layer(), x).output) < 2e-2
+    assert relative_l2(out.output.astype(jnp.float32), forward(make_layer(), x).output) < 2e-2
 
 
 def test_gradients_reach_every_expert_and_the_gate(mesh):

@@ -9,7 +9,8 @@ import itertools
 import numpy as np
 import pytest
 from cases import CASES, by_name, make
-from oracle import Outputs, forward_backward, relative_l2
+from compare import assert_close, assert_dtypes
+from oracle import forward_backward, stats
 from runner import run, run_stats
 
 from mok_jax.config import SAVE_POLICIES, MoKConfig
@@ -49,10 +50,8 @@ def check(inputs, ep, tolerance, *, activation_limit=None, **options):
     # The megakernel's rule, the same for what it saves and what it recomputes. Clamped cases of others are float32.
     pre_activation_dtype = inputs.x.dtype if options["implementation"] == "megakernel" else np.float64
     expected = forward_backward(*inputs.for_oracle(), activation_limit, pre_activation_dtype)
-    errors = Outputs(*map(relative_l2, actual, expected))
-    assert max(errors) <= tolerance, errors
-    like = (inputs.x, inputs.x, inputs.expert_weights, inputs.wi_0, inputs.wi_1, inputs.wo)
-    assert [a.dtype for a in actual] == [a.dtype for a in like]
+    assert_close(actual, expected, tolerance)
+    assert_dtypes(actual, inputs)
 
 
 @pytest.mark.parametrize(("implementation", "case", "dtype", "ep"), ALL)
@@ -82,12 +81,6 @@ def test_small_ring_with_activation_limit(save, dtype):
     config = MoKConfig(ring_rows=128, minibatch_rows=128, save=save)
     inputs = make(by_name("zipf"), dtype)
     check(inputs, 2, TOLERANCE[dtype], implementation="megakernel", config=config, activation_limit=0.75)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_activation_limit(implementation):
-    inputs = make(by_name("zipf"), "float32")
-    check(inputs, 2, TOLERANCE["float32"], implementation=implementation, activation_limit=0.75)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -121,28 +114,6 @@ def test_replicated_weights(implementation, grad):
     check(inputs, 2, TOLERANCE["float32"], implementation=implementation, replicas=2, grad=grad)
 
 
-@pytest.mark.parametrize("poisoned", ("x", "expert_weights", "dy"))
-@pytest.mark.parametrize("value", (np.inf, np.nan))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_non_finite_values_stay_where_they_are(implementation, value, poisoned):
-    """One token with a non-finite value: other tokens, and experts it does not use, are as if it were not there."""
-    inputs = make(by_name("zipf"), "float32")
-    token = 7
-    clean = inputs._replace(expert_ids=inputs.expert_ids.copy())
-    clean.expert_ids[token] = -1
-    expected = forward_backward(*clean.for_oracle())
-    dirty = getattr(inputs, poisoned).copy()
-    dirty[token, 0] = value
-    actual = run(inputs._replace(**{poisoned: dirty}), 2, implementation=implementation)
-
-    others = np.arange(len(inputs.x)) != token
-    unused = np.setdiff1d(np.arange(len(inputs.wi_0)), inputs.expert_ids[token])
-    kept = Outputs(others, others, others, unused, unused, unused)
-    errors = Outputs(*(relative_l2(a[k], e[k]) for a, e, k in zip(actual, expected, kept, strict=True)))
-    assert max(errors) <= TOLERANCE["float32"], errors
-    assert not np.isfinite(actual.d_wo[inputs.expert_ids[token]]).all()
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slots_without_expert_are_not_looked_at(implementation):
     """Whatever stands in a token or a router weight that has no expert, its outputs and gradients are exactly zero."""
@@ -162,13 +133,7 @@ def test_slots_without_expert_are_not_looked_at(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_stats(implementation, ep):
     inputs = make(by_name("bad_ids"), "float32")
-    case = by_name("bad_ids")
-    stats = run_stats(inputs, ep, implementation=implementation)
-    bad = ((inputs.expert_ids < -1) | (inputs.expert_ids >= case.E)).any(axis=1)
-    used = inputs.expert_ids[~bad]
-    per_expert = np.bincount(used[used >= 0], minlength=case.E)
-    np.testing.assert_array_equal(stats.rows_per_expert, per_expert)
-    np.testing.assert_array_equal(stats.rows, per_expert.reshape(ep, -1).sum(axis=1))
-    of_rank = np.array_split(np.pad(bad, (0, -len(bad) % ep)), ep)
-    np.testing.assert_array_equal(stats.bad_tokens, [part.sum() for part in of_rank])
-    assert {array.dtype for array in stats} == {np.dtype(np.int32)}
+    actual = run_stats(inputs, ep, implementation=implementation)
+    for got, expected in zip(actual, stats(inputs.expert_ids, by_name("bad_ids").E, ep), strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert got.dtype == np.int32

@@ -5,7 +5,6 @@ causes have tests of their own below. Those of the Flax layer are in `test_nnx`,
 """
 
 import functools
-import subprocess
 import sys
 
 import jax
@@ -16,7 +15,7 @@ from cases import Case, make, uniform
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_xla_contract import PREAMBLE, SUBPROCESS_LIMIT_S, free_port
+from processes import LIMIT_S, PREAMBLE, free_port, start_python
 
 import mok_jax
 from mok_jax import native
@@ -27,12 +26,6 @@ T, K, E, H, I = 16, 2, 8, 16, 24  # noqa: E741
 INPUTS = make(Case("refusals", T, K, E, H, I, uniform), "float32")
 LEGAL = dict(zip(("x", "expert_ids", "expert_weights", "wi_0", "wi_1", "wo"), INPUTS[:6], strict=True))
 MEGAKERNEL = {"implementation": "megakernel"}
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def call(**changes):
@@ -362,10 +355,9 @@ except ValueError as error:
     print(error)
 """
     )
-    command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, text=True) for rank in "01"]
+    processes = [start_python(code, rank) for rank in "01"]
     try:
-        printed = [process.communicate(timeout=SUBPROCESS_LIMIT_S)[0] for process in processes]
+        printed = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -1,7 +1,6 @@
 """The demonstration command, very small, as a user starts it: what it writes, how it ends, and what it refuses."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import cpu_environment
 
 from models import data
 from models.report import read_metrics
@@ -33,10 +33,8 @@ def text_file(tmp_path_factory):
 def start(text_file, out, *arguments):
     paths = "--data", str(text_file), "--out", str(out)
     command = [sys.executable, "-u", "-m", "models.train", *paths, *TINY, *arguments]
-    # The CPU whatever else there is, with the devices that the command itself chooses.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=cpu_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

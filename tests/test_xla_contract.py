@@ -5,11 +5,7 @@ our own where it may not. Refusals are in `test_refusals`.
 """
 
 import functools
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
 
 import jax
@@ -18,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, make, uniform
+from compare import assert_close, relative_l2
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import Outputs, forward_backward, relative_l2
+from oracle import Outputs, forward_backward
+from processes import CPU_DEVICES, free_port, run_python
 from runner import run
 
 import mok_jax
@@ -28,15 +26,8 @@ from mok_jax.config import SAVE_POLICIES, MoKConfig
 
 CASE = Case("contract", 16, 2, 8, 16, 24, uniform)
 TOLERANCE = 1e-5
-EP = 4
-SUBPROCESS_LIMIT_S = 100
+EP = CPU_DEVICES
 BY_EXPERT = P("expert")
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 @functools.cache
@@ -308,8 +299,7 @@ def subgroups_summed_by_the_caller():
 
 
 def assert_like_oracle(actual):
-    errors = Outputs(*map(relative_l2, actual, forward_backward(*inputs().for_oracle())))
-    assert max(errors) < TOLERANCE, errors
+    assert_close(actual, forward_backward(*inputs().for_oracle()), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -415,14 +405,6 @@ def test_time_limits_stay_below_those_of_xla():
 # Processes
 
 
-PREAMBLE = f"""
-import sys
-import jax
-import numpy as np
-jax.config.update("jax_num_cpu_devices", {EP})
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-"""
-
 STEP = """
 import mok_jax
 from test_xla_contract import gradients, inputs, moe_of_rank, over_ranks
@@ -430,26 +412,6 @@ hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
 results = jax.jit(gradients(over_ranks(moe_of_rank)))(*inputs()[:6])
 """
-
-
-def run_python(code, **environment):
-    """What a fresh interpreter prints."""
-    inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    process = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + code],
-        env=inherited | {"JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=SUBPROCESS_LIMIT_S,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_persistent_cache(tmp_path):

@@ -43,15 +43,16 @@ def _process():
 def ask(*words):
     """One question of csrc/verify/main.cc; words may be iterables of words."""
     process = _process()
-    print(*(_flat(words)), file=process.stdin, flush=True)
+    print(*flat(words), file=process.stdin, flush=True)
     answer = process.stdout.readline()
     assert answer, f"the verifier died of {words}"
     return json.loads(answer)
 
 
-def _flat(words):
+def flat(words):
+    """Words, of which some are iterables of words, one after the other."""
     for word in words:
         if isinstance(word, str) or not hasattr(word, "__iter__"):
             yield word
         else:
-            yield from _flat(word)
+            yield from flat(word)

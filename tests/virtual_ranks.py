@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from oracle import Outputs
-from runner import _pad_tokens
+from runner import pad_tokens
 
 from mok_jax import megakernel
 from mok_jax.config import MoKConfig
@@ -26,7 +26,7 @@ def run(inputs, ep, config=None, activation_limit=None) -> Outputs:
 def run_with_stats(inputs, ep, config=None, activation_limit=None) -> tuple[Outputs, MoEStats]:
     """The same, and ``MoEStats`` of all ranks: ``rows [ep]``, ``rows_per_expert [E]``, ``bad_tokens [ep]``."""
     num_tokens = len(inputs.x)
-    padded = _pad_tokens(inputs, -num_tokens % ep)
+    padded = pad_tokens(inputs, -num_tokens % ep)
     call = megakernel.make_call(
         ep,
         len(padded.x) // ep,
@@ -47,9 +47,7 @@ def _step(x, expert_ids, expert_weights, wi_0, wi_1, wo, dy, *, call):
     where = jnp.zeros(2, jnp.int32)
     operands = (x, expert_ids, expert_weights, *(w.astype(x.dtype) for w in (wi_0, wi_1, wo)), where)
     y, row_table, expert_rows, bad, pre_activations, rows, *_ = megakernel.forward_p.bind(*operands, call=call)
-    kept = {"nothing": [], "pre_activations": [pre_activations], "pre_activations_and_rows": [pre_activations, rows]}
-    grad_dtype = np.dtype(np.float32) if wi_0.dtype == np.float32 else np.dtype(x.dtype)
-    backward = dataclasses.replace(call, weight_grad_dtype=grad_dtype)
-    saved = kept[call.save]
-    gradients = megakernel.backward_p.bind(*operands, dy, row_table, expert_rows, *saved, call=backward)[:5]
+    saved = row_table, expert_rows, *megakernel.what_is_kept(call, pre_activations, rows)
+    backward = dataclasses.replace(call, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi_0))
+    gradients = megakernel.backward_p.bind(*operands, dy, *saved, call=backward)[:5]
     return Outputs(y, *gradients), expert_rows, bad

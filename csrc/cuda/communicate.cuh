@@ -70,9 +70,10 @@ class Puller {
   uint32_t next_ = 0;  // pieces so far
 };
 
-// Copies a pull task's rows from [T, H] in the sources' arenas into a ring. Padding rows become zero.
+// Copies a pull task's rows from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since alone it
+// stages none. Padding rows become zero.
 __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                     int64_t source_offset, bf16* ring, Puller& puller) {
+                                     const bf16* mine, int64_t source_offset, bf16* ring, Puller& puller) {
   const int64_t h = rank.shape.hidden;
   const int32_t begin = t.part * static_cast<int32_t>(kPullRows);
   const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.block) - begin));
@@ -80,7 +81,8 @@ __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const D
   bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + begin) * h;
   puller.copy(rows, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), [&](int32_t i) {
     const RowSource source = table[i];
-    return rank.in_arena<bf16>(source.rank, arena.at(source_offset)) + source.slot / rank.shape.top_k * h;
+    const bf16* from = source.rank == plan.rank ? mine : rank.in_arena<bf16>(source.rank, arena.at(source_offset));
+    return from + source.slot / static_cast<int32_t>(rank.shape.top_k) * h;
   });
   uint4* rest = reinterpret_cast<uint4*>(to + rows * h);
   for (int64_t i = lane_index(); i < (kPullRows - rows) * h / 8; i += 32) rest[i] = uint4{};
@@ -102,13 +104,14 @@ __device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan,
 
 __device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceArena& arena,
                                          const Task& t, Puller& puller) {
-  pull(rank, plan, arena, t, arena.layout.x, rank.rows, puller);
+  pull(rank, plan, arena, t, rank.x, arena.layout.x, rank.rows, puller);
 }
 __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceArena& arena,
                                          const Task& t, Puller& puller) {
   const bool grads = t.kind == TaskKind::pull_grads;
   if (grads) pull_weights(rank, plan, arena, t, rank.row_weights);
-  pull(rank, plan, arena, t, grads ? arena.layout.dy : arena.layout.x, grads ? rank.grads : rank.rows, puller);
+  pull(rank, plan, arena, t, grads ? rank.dy : rank.x, grads ? arena.layout.dy : arena.layout.x,
+       grads ? rank.grads : rank.rows, puller);
 }
 
 __device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const TaskList& list, int64_t ticket,

@@ -92,19 +92,40 @@ Encode tensor_map_encode() {
   return encode;
 }
 
-// A bf16 array, innermost dimension first, in boxes of 64 columns x `rows` of dimension `of`.
-bool encode(CUtensorMap& map, const bf16* data, std::vector<cuuint64_t> dims, cuuint32_t rows, size_t of = 1) {
+// A tensor map of an array, innermost dimension first, whose boxes are `width` bytes wide, the swizzle's width, and have
+// `rows` of dimension `of`.
+bool encode(CUtensorMap& map, CUtensorMapDataType type, const void* data, std::vector<cuuint64_t> dims, cuuint32_t width,
+            cuuint32_t rows, size_t of = 1) {
+  const cuuint32_t size = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
   std::vector<cuuint64_t> strides;
-  cuuint64_t bytes = sizeof(bf16);
+  cuuint64_t bytes = size;
   for (size_t i = 0; i + 1 < dims.size(); ++i) strides.push_back(bytes *= dims[i]);
   std::vector<cuuint32_t> box(dims.size(), 1), steps(dims.size(), 1);
-  box[0] = 64;
+  box[0] = width / size;
   box[of] = rows;
-  return tensor_map_encode()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(dims.size()),
-                             const_cast<bf16*>(data), dims.data(), strides.data(), box.data(), steps.data(),
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  return tensor_map_encode()(&map, type, static_cast<cuuint32_t>(dims.size()), const_cast<void*>(data), dims.data(),
+                             strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             width == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
+
+// Whether all maps that were asked for could be made. A map of memory that the call has none of is never used.
+struct Encoder {
+  bool good = true;
+
+  // K contiguous: boxes of 32 columns x `rows`.
+  void k_major(CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, cuuint32_t rows, size_t of = 1) {
+    if (data) good = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, 64, rows, of) && good;
+  }
+  // Boxes of 128 bytes x `rows`.
+  void wide(CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, cuuint32_t rows, size_t of = 1) {
+    if (data) good = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, 128, rows, of) && good;
+  }
+  void grads(CUtensorMap& map, const void* data, bool f32, const std::vector<cuuint64_t>& dims) {
+    good = encode(map, f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, 128, 64) &&
+           good;
+  }
+};
 
 template <class T>
 T* nth(T* data, int64_t i, int64_t size) {
@@ -137,59 +158,66 @@ void fill_common(const Call& c, int32_t i, const Arenas& arenas, Failure* host_f
 
 cuuint64_t u64(int64_t n) { return static_cast<cuuint64_t>(n); }
 
-std::optional<std::string> fill(const ForwardCall& c, int32_t i, ForwardRank& rank) {
+// Elements of pre-activations that a ring holds: whole tiles.
+int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * 2 * round_up(s.intermediate, 128); }
+
+bool fill(const ForwardCall& c, int32_t i, ForwardRank& rank) {
   const Shape& s = c.shape;
   const int64_t h = s.hidden, inner = s.intermediate, e = s.local_experts, weights = i * e * h * inner;
   rank.bad_tokens = c.bad_tokens + i;
-  rank.pre_activations = nth(c.pre_activations, i, s.ring_rows * 2 * inner);
-  const bool encoded = encode(rank.rows_128, rank.rows, {u64(h), u64(s.ring_rows)}, 128) &&
-                       encode(rank.hidden_128, rank.hidden, {u64(inner), u64(s.ring_rows)}, 128) &&
-                       encode(rank.wi_0_64, c.wi_0 + weights, {u64(inner), u64(h), u64(e)}, 64) &&
-                       encode(rank.wi_1_64, c.wi_1 + weights, {u64(inner), u64(h), u64(e)}, 64) &&
-                       encode(rank.wo_64, c.wo + weights, {u64(h), u64(inner), u64(e)}, 64);
-  if (!encoded) return "cuTensorMapEncodeTiled refused a tensor map of the forward";
-  return std::nullopt;
+  rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(s));
+  const std::vector<cuuint64_t> narrow{u64(inner), u64(s.ring_rows)}, wi{u64(inner), u64(h), u64(e)};
+  Encoder encoder;
+  encoder.k_major(rank.rows_128, rank.rows, {u64(h), u64(s.ring_rows)}, 128);
+  encoder.k_major(rank.hidden_128, rank.hidden, narrow, 128);
+  encoder.wide(rank.wi_0_32, c.wi_0 + weights, wi, 32);
+  encoder.wide(rank.wi_1_32, c.wi_1 + weights, wi, 32);
+  encoder.wide(rank.wo_32, c.wo + weights, {u64(h), u64(inner), u64(e)}, 32);
+  encoder.wide(rank.hidden_64, rank.hidden, narrow, 64);
+  return encoder.good;
 }
 
-std::optional<std::string> fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
+bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   const Shape& s = c.shape;
   const int64_t h = s.hidden, inner = s.intermediate, e = s.local_experts, ring = s.ring_rows;
-  const int64_t size = e * h * inner, weights = i * size;
-  rank.pre_activations = nth(c.pre_activations, i, ring * 2 * inner);
+  const int64_t size = e * h * inner, weights = i * size, grad_bytes = size * (c.grads_in_f32 ? 4 : 2);
+  rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(s));
+  rank.saved_pre_activations = nth(c.saved_pre_activations, i, pre_activation_elements(s));
   rank.saved_rows = c.saved_rows != nullptr;
   rank.grads = nth(c.grads, i, ring * h);
   rank.row_weights = nth(c.row_weights, i, ring);
   rank.router_parts = nth(c.router_parts, i, ring * ceil_div(inner, kRowBlock));
   rank.straddle = nth(c.straddle, i, rank.tiles.weight_grad * kRowBlock * 256);
   rank.expert_weight_grads = nth(c.expert_weight_grads, i, s.slots());
-  const int64_t bytes = size * (c.grads_in_f32 ? 4 : 2);
-  rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, bytes);
-  rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, bytes);
-  rank.wo_grad = nth(static_cast<std::byte*>(c.wo_grad), i, bytes);
+  rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
+  rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);
+  rank.wo_grad = nth(static_cast<std::byte*>(c.wo_grad), i, grad_bytes);
   rank.grads_in_f32 = c.grads_in_f32;
 
-  bf16* gate_up_grads = nth(c.gate_up_grads, i, ring * 2 * inner);
-  const bf16* saved_pre_activations = nth(c.saved_pre_activations, i, ring * 2 * inner);
+  const bf16* gate_up_grads = nth(c.gate_up_grads, i, ring * 2 * inner);
   const bf16* saved_rows = nth(c.saved_rows, i, ring * h);
   const std::vector<cuuint64_t> wide{u64(h), u64(ring)}, narrow{u64(inner), u64(ring)};
   const std::vector<cuuint64_t> pair{u64(inner), 2, u64(ring)};
   const std::vector<cuuint64_t> wi{u64(inner), u64(h), u64(e)}, wo{u64(h), u64(inner), u64(e)};
-  // A map of memory that this call has none of is never used.
-  const auto optional = [&](CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, cuuint32_t rows,
-                            size_t of = 1) { return !data || encode(map, data, dims, rows, of); };
-  const bool encoded =
-      optional(rank.rows_128, rank.rows, wide, 128) && encode(rank.wi_0_64, c.wi_0 + weights, wi, 64) &&
-      encode(rank.wi_1_64, c.wi_1 + weights, wi, 64) && encode(rank.grads_128, rank.grads, wide, 128) &&
-      encode(rank.wo_256, c.wo + weights, wo, 256) &&
-      optional(rank.pre_activations_128, rank.pre_activations, pair, 128, 2) &&
-      optional(rank.saved_pre_activations_128, saved_pre_activations, pair, 128, 2) &&
-      encode(rank.gate_up_grads_128, gate_up_grads, pair, 128, 2) &&
-      encode(rank.hidden_128, rank.hidden, narrow, 128) && encode(rank.wi_0_256, c.wi_0 + weights, wi, 256) &&
-      encode(rank.wi_1_256, c.wi_1 + weights, wi, 256) && optional(rank.rows_64, rank.rows, wide, 64) &&
-      optional(rank.saved_rows_64, saved_rows, wide, 64) && encode(rank.grads_64, rank.grads, wide, 64) &&
-      encode(rank.gate_up_grads_64, gate_up_grads, pair, 64, 2) && encode(rank.hidden_64, rank.hidden, narrow, 64);
-  if (!encoded) return "cuTensorMapEncodeTiled refused a tensor map of the backward";
-  return std::nullopt;
+  Encoder encoder;
+  encoder.k_major(rank.rows_128, rank.rows, wide, 128);
+  encoder.wide(rank.wi_0_32, c.wi_0 + weights, wi, 32);
+  encoder.wide(rank.wi_1_32, c.wi_1 + weights, wi, 32);
+  encoder.k_major(rank.grads_128, rank.grads, wide, 128);
+  encoder.k_major(rank.wo_256, c.wo + weights, wo, 256);
+  encoder.k_major(rank.gate_up_grads_128, gate_up_grads, pair, 128, 2);
+  encoder.k_major(rank.hidden_128, rank.hidden, narrow, 128);
+  encoder.k_major(rank.wi_0_256, c.wi_0 + weights, wi, 256);
+  encoder.k_major(rank.wi_1_256, c.wi_1 + weights, wi, 256);
+  encoder.wide(rank.rows_32, rank.rows, wide, 32);
+  encoder.wide(rank.saved_rows_32, saved_rows, wide, 32);
+  encoder.wide(rank.grads_32, rank.grads, wide, 32);
+  encoder.wide(rank.gate_up_grads_32, gate_up_grads, pair, 32, 2);
+  encoder.wide(rank.hidden_32, rank.hidden, narrow, 32);
+  encoder.grads(rank.wi_0_grad_64, rank.wi_0_grad, c.grads_in_f32, wi);
+  encoder.grads(rank.wi_1_grad_64, rank.wi_1_grad, c.grads_in_f32, wi);
+  encoder.grads(rank.wo_grad_64, rank.wo_grad, c.grads_in_f32, wo);
+  return encoder.good;
 }
 
 template <class R>
@@ -212,7 +240,7 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
   std::vector<R> many(call.ranks_here);
   for (int32_t i = 0; i < call.ranks_here; ++i) {
     fill_common(call, i, arenas, memory.host_failure, many[i]);
-    if (auto error = fill(call, i, many[i])) return error;
+    if (!fill(call, i, many[i])) return "cuTensorMapEncodeTiled refused a tensor map";
     MOK_CUDA_TRY(cudaMemsetAsync(many[i].workspace, 0, WorkspaceLayout(call.shape).zeroed, stream));
   }
   Launch<R> arguments{many[0], nullptr, call.ranks_here, call.communication_ctas};

@@ -33,9 +33,8 @@ constexpr float kNaN = __builtin_nanf("");
 // Tokens [block * kReduceTokens, ...), by `warps` warps of which this is number `warp`. Each lane owns 8 columns at a
 // time and has several slots of a token in flight. In the backward slots carry the weight already.
 template <bool kWeighted>
-__device__ __forceinline__ void reduce_tokens(const Rank& rank, int64_t call, int32_t block, int32_t warp,
-                                              int32_t warps) {
-  constexpr int32_t kInFlight = 4;
+__device__ __forceinline__ void reduce_tokens(const Rank& rank, int64_t call, int32_t block, int32_t warp, int32_t warps) {
+  constexpr int32_t kInFlight = 8;
   const Shape& s = rank.shape;
   const DeviceArena arena(s);
   const int64_t h = s.hidden, end = smaller((block + 1) * kReduceTokens, s.tokens);

@@ -56,8 +56,10 @@ __device__ void stage(const Block& b, const bf16* from, int64_t offset) {
 __device__ void fill_arena(Block& b) {
   const Rank& rank = b.rank;
   const Shape& s = rank.shape;
-  stage(b, rank.x, b.arena.layout.x);
-  if (rank.dy) stage(b, rank.dy, b.arena.layout.dy);
+  if (s.ranks > 1) {  // alone, the rank reads its rows where they are
+    stage(b, rank.x, b.arena.layout.x);
+    if (rank.dy) stage(b, rank.dy, b.arena.layout.dy);
+  }
   const int64_t first = int64_t{b.index} * kThreads + threadIdx.x, step = int64_t{b.count} * kThreads;
   float* weights = rank.in_arena<float>(s.rank, b.arena.at(b.arena.layout.weights));
   for (int64_t i = first; i < s.slots(); i += step) weights[i] = rank.expert_weights[i];

@@ -1,20 +1,17 @@
-// The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass
-// through the ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots;
-// weight_grad: a tile of one expert's gradient, summed over its rows in order; and the reduce.
+// The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass through the
+// ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots; weight_grad: a tile of
+// one expert's gradient, summed over its rows in order; and the reduce.
 #include "cuda/sm90/gate_up.cuh"
 
 namespace mok::cuda::sm90 {
 namespace {
 
-constexpr int32_t kChunkColumns = 64;            // of the hidden_grad epilogue: gate and up, 64 columns each
-constexpr int32_t kChunkBytes = 2 * kLeftBytes;  // loaded; the results' third part is written only
-constexpr int32_t kBoxRows = static_cast<int32_t>(kRowBlock);
+constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock);
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
 struct WeightTile {
   int32_t matrix;  // 0: wi_0, 1: wi_1, 2: wo
   int32_t row, column;
-  int64_t height, width;
 
   __device__ __forceinline__ WeightTile(const Shape& s, int32_t part) {
     const int32_t wi_across = static_cast<int32_t>(ceil_div(s.intermediate, kTileColumns));
@@ -22,123 +19,142 @@ struct WeightTile {
     matrix = part >= 2 * wi_tiles ? 2 : part >= wi_tiles ? 1 : 0;
     const int32_t tile = part - matrix * wi_tiles;
     const int32_t across = matrix == 2 ? static_cast<int32_t>(ceil_div(s.hidden, kTileColumns)) : wi_across;
-    row = tile / across * kBoxRows;
+    row = tile / across * kBlockRows;
     column = tile % across * kTileColumns;
-    height = matrix == 2 ? s.intermediate : s.hidden;
-    width = matrix == 2 ? s.hidden : s.intermediate;
   }
 };
 
 struct Backward {
   using Rank = BackwardRank;
 
-  __device__ static __forceinline__ int32_t steps(const Rank& rank, const Task& t) {
-    const Shape& s = rank.shape;
-    switch (t.kind) {
-      case TaskKind::gate_up:
-      case TaskKind::hidden_grad:
-        return static_cast<int32_t>(ceil_div(s.hidden, kTileDepth));
-      case TaskKind::row_grad:
-        return 2 * static_cast<int32_t>(ceil_div(s.intermediate, kTileDepth));
-      case TaskKind::weight_grad:
-        return t.blocks * (kBoxRows / kTileDepth);
-      default:
-        return 0;
-    }
+  __device__ static __forceinline__ int32_t steps(int64_t depth) {
+    return static_cast<int32_t>(ceil_div(depth, kTileDepth));
   }
-  __device__ static __forceinline__ int32_t extra(const Task& t) {
-    return t.kind == TaskKind::hidden_grad ? kTileColumns / kChunkColumns : 0;
+  // Chunks of a hidden_grad tile that have columns.
+  __device__ static __forceinline__ int32_t chunks(const Rank& rank, const Task& t) {
+    const int64_t columns = smaller<int64_t>(kTileColumns, rank.shape.intermediate - t.part * kTileColumns);
+    return static_cast<int32_t>(ceil_div(columns, kChunkColumns));
+  }
+  // All rows of a piece but the padding of its last block beyond a whole step.
+  __device__ static __forceinline__ int32_t weight_grad_steps(const Plan& plan, const Task& t) {
+    if (t.blocks == 0) return 0;
+    return (t.blocks - 1) * (kBlockRows / kTileDepth) + steps(plan.real_rows(t.block + t.blocks - 1));
+  }
+  __device__ static __forceinline__ int32_t stages(const Rank& rank, const Plan& plan, const Task& t) {
+    switch (t.kind) {
+      case TaskKind::gate_up: return steps(rank.shape.hidden);
+      case TaskKind::hidden_grad: return steps(rank.shape.hidden) + chunks(rank, t);
+      case TaskKind::row_grad: return 2 * steps(rank.shape.intermediate);
+      case TaskKind::weight_grad: return weight_grad_steps(plan, t);
+      default: return 0;
+    }
   }
 
   // ---- Loads.
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, int32_t step,
-                                              Stages& stages) {
+  template <class Between>
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages,
+                                              const Between& between) {
     switch (t.kind) {
-      case TaskKind::gate_up:
-        return load_gate_up(rank, s, t, step, stages);
-      case TaskKind::hidden_grad: {
-        const int32_t chunk = step - steps(rank, t);
-        return chunk < 0 ? load_hidden_grad(rank, s, t, step, stages) : load_chunk(rank, s, t, chunk, stages);
-      }
-      case TaskKind::row_grad:
-        return load_row_grad(rank, s, t, step, stages);
-      default:
-        return load_weight_grad(rank, s, t, step, stages);
+      case TaskKind::gate_up: return load_gate_up(rank, s, t, stages, between);
+      case TaskKind::hidden_grad: return load_hidden_grad(rank, s, t, stages, between);
+      case TaskKind::row_grad: return load_row_grad(rank, s, t, stages, between);
+      case TaskKind::weight_grad: return load_weight_grad(rank, s, t, stages, between);
+      default: return;
     }
   }
 
   __device__ static __forceinline__ int32_t ring_row(const Shared& s, int32_t block) {
-    return s.schedule.plan.ring_block(block) * kBoxRows;
+    return s.schedule.plan.ring_block(block) * kBlockRows;
   }
 
-  __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const Task& t, int32_t step,
-                                                          Stages& stages) {
-    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-    tensor_load_2d(stage, &rank.grads_128, step * kTileDepth, ring_row(s, t.block), stages.full(s.tiles));
-    tensor_load_3d(stage + kLeftBytes, &rank.wo_256, step * kTileDepth, t.part * kTileColumns, t.expert,
-                   stages.full(s.tiles));
-    stages.advance();
-  }
-
-  __device__ static __forceinline__ void load_chunk(const Rank& rank, Shared& s, const Task& t, int32_t chunk,
-                                                    Stages& stages) {
-    const bool saved = t.macrobatch == 0 && s.schedule.plan.save != Save::nothing;
-    const CUtensorMap* map = saved ? &rank.saved_pre_activations_128 : &rank.pre_activations_128;
-    uint8_t* stage = stages.acquire(s.tiles, kChunkBytes);
-    const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
-    tensor_load_3d(stage, map, column, 0, ring_row(s, t.block), stages.full(s.tiles));
-    tensor_load_3d(stage + kLeftBytes, map, column, 1, ring_row(s, t.block), stages.full(s.tiles));
-    stages.advance();
-  }
-
-  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const Task& t, int32_t step,
-                                                       Stages& stages) {
-    const int32_t half = steps(rank, t) / 2, which = step >= half, k = (step - which * half) * kTileDepth;
-    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-    tensor_load_3d(stage, &rank.gate_up_grads_128, k, which, ring_row(s, t.block), stages.full(s.tiles));
-    tensor_load_3d(stage + kLeftBytes, which ? &rank.wi_1_256 : &rank.wi_0_256, k, t.part * kTileColumns, t.expert,
-                   stages.full(s.tiles));
-    stages.advance();
-  }
-
-  __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const Task& t, int32_t step,
-                                                          Stages& stages) {
-    const WeightTile tile(rank.shape, t.part);
-    const int32_t row = ring_row(s, t.block + step / 2) + step % 2 * kTileDepth;
-    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-    uint64_t* full = stages.full(s.tiles);
-    const bool saved = t.macrobatch == 0 && rank.saved_rows;
-    const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_64 : saved ? &rank.saved_rows_64 : &rank.rows_64;
-    for (int32_t i = 0; i < 2; ++i) tensor_load_2d(stage + i * kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
-    for (int32_t i = 0; i < 4; ++i) {
-      uint8_t* to = stage + kLeftBytes + i * kBoxBytes;
-      const int32_t column = tile.column + i * kBoxColumns;
-      if (tile.matrix == 2) {
-        tensor_load_2d(to, &rank.grads_64, column, row, full);
-      } else {
-        tensor_load_3d(to, &rank.gate_up_grads_64, column, tile.matrix, row, full);
-      }
+  template <class Between>
+  __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages,
+                                                          const Between& between) {
+    const int32_t count = steps(rank.shape.hidden), row = ring_row(s, t.block);
+    const int32_t column = t.part * kTileColumns, expert = t.expert;
+    for (int32_t step = 0; step < count; ++step) {
+      between(step);
+      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
+      tensor_load_2d(stage, &rank.grads_128, step * kTileDepth, row, stages.full(s.tiles));
+      tensor_load_3d(stage + kLeftBytes, &rank.wo_256, step * kTileDepth, column, expert, stages.full(s.tiles));
+      stages.advance();
     }
-    stages.advance();
+    const Plan& plan = s.schedule.plan;
+    const bool saved = t.macrobatch == 0 && plan.save != Save::nothing;
+    const bf16* chunk = pre_activation_tile(saved ? rank.saved_pre_activations : rank.pre_activations, rank, plan,
+                                            t.block, t.part * (kTileColumns / kGateUpColumns));
+    for (int32_t i = 0; i < chunks(rank, t); ++i, chunk += kChunkElements) {
+      between(count + i);
+      uint8_t* stage = stages.acquire(s.tiles, kChunkElements * 2);
+      bulk_load(stage, chunk, kChunkElements * 2, stages.full(s.tiles));
+      stages.advance();
+    }
+  }
+
+  template <class Between>
+  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages,
+                                                       const Between& between) {
+    const int32_t half = steps(rank.shape.intermediate), row = ring_row(s, t.block);
+    const int32_t column = t.part * kTileColumns, expert = t.expert;
+    for (int32_t step = 0; step < 2 * half; ++step) {
+      between(step);
+      const int32_t which = step >= half, k = (step - which * half) * kTileDepth;
+      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
+      tensor_load_3d(stage, &rank.gate_up_grads_128, k, which, row, stages.full(s.tiles));
+      tensor_load_3d(stage + kLeftBytes, which ? &rank.wi_1_256 : &rank.wi_0_256, k, column, expert,
+                     stages.full(s.tiles));
+      stages.advance();
+    }
+  }
+
+  template <class Between>
+  __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages,
+                                                          const Between& between) {
+    constexpr int32_t kPerBlock = kBlockRows / kTileDepth;
+    const WeightTile tile(rank.shape, t.part);
+    const bool saved = t.macrobatch == 0 && rank.saved_rows;
+    const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_32 : saved ? &rank.saved_rows_32 : &rank.rows_32;
+    const int32_t count = weight_grad_steps(s.schedule.plan, t), block = t.block;
+    int32_t row = 0;
+    for (int32_t step = 0; step < count; ++step, row += kTileDepth) {
+      between(step);
+      if (step % kPerBlock == 0) row = ring_row(s, block + step / kPerBlock);
+      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
+      uint64_t* full = stages.full(s.tiles);
+#pragma unroll
+      for (int32_t i = 0; i < 2; ++i) tensor_load_2d(stage + i * kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) {
+        uint8_t* to = stage + kLeftBytes + i * kBoxBytes;
+        const int32_t column = tile.column + i * kBoxColumns;
+        if (tile.matrix == 2) {
+          tensor_load_2d(to, &rank.grads_32, column, row, full);
+        } else {
+          tensor_load_3d(to, &rank.gate_up_grads_32, column, tile.matrix, row, full);
+        }
+      }
+      stages.advance();
+    }
   }
 
   // ---- Math.
 
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const Task& t, Math& math) {
+    const Plan& plan = s.schedule.plan;
     Accumulators acc;
     switch (t.kind) {
       case TaskKind::gate_up:
-        math.multiply<Layout::activations_weights>(acc, s, steps(rank, t));
-        return math.stage(acc, s);
+        math.multiply<Layout::activations_weights>(acc, s, steps(rank.shape.hidden));
+        store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, plan, t.block, t.part));
+        return math.stage_nothing(s);
       case TaskKind::hidden_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, steps(rank, t));
+        math.multiply<Layout::activations_weights_k>(acc, s, steps(rank.shape.hidden));
         return through_swiglu(acc, rank, s, t, math);
       case TaskKind::row_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, steps(rank, t));
-        return math.stage(acc, s);
-      case TaskKind::weight_grad:
-        return compute_weight_grad(acc, rank, s, t, math);
+        math.multiply<Layout::activations_weights_k>(acc, s, 2 * steps(rank.shape.intermediate));
+        return math.stage_rows(acc, s);
+      case TaskKind::weight_grad: return compute_weight_grad(acc, rank, s, t, math);
       default:
         reduce_tokens<false>(rank, s.call, t.block, thread_index() / 32, kMathWarps);
         return collect_router_grads(rank, s.call, t.block, thread_index(), kMathWarps * 32);
@@ -152,36 +168,47 @@ struct Backward {
     float dot;
   };
 
-  // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs
-  // of bf16. Padding rows give zeros, whatever their pre-activations were.
+  // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs of
+  // bf16. A padding row counts as zeros, whatever infinite weights made of it.
   __device__ static __forceinline__ void swiglu_pair(Row& row, const float* hidden_grad, float limit, uint32_t& gate,
                                                      uint32_t& up, uint32_t& weighted) {
+    gate = row.real ? gate : 0;
+    up = row.real ? up : 0;
     const float2 gates = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gate));
     const float2 ups = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(up));
     float gate_grad[2], up_grad[2], weighted_hidden[2];
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       const float raw_gate = i ? gates.y : gates.x, raw_up = i ? ups.y : ups.x;
+      const float unweighted = row.real ? hidden_grad[i] : 0.f;
       const float g = clamp_gate(raw_gate, limit), u = clamp_up(raw_up, limit);
       const float s = sigmoid(g), silu = __fmul_rn(g, s), hidden = __fmul_rn(silu, u);
-      const float grad = __fmul_rn(row.weight, hidden_grad[i]);
-      const float slope = __fmaf_rn(silu, 1.f - s, s);
-      if (row.real) row.dot = __fmaf_rn(hidden_grad[i], hidden, row.dot);
-      gate_grad[i] = row.real && !(raw_gate > limit) ? __fmul_rn(__fmul_rn(grad, u), slope) : 0.f;
-      up_grad[i] = row.real && !(raw_up > limit || raw_up < -limit) ? __fmul_rn(grad, silu) : 0.f;
-      weighted_hidden[i] = row.real ? __fmul_rn(row.weight, hidden) : 0.f;
+      const float grad = __fmul_rn(row.weight, unweighted), slope = __fmaf_rn(silu, 1.f - s, s);
+      row.dot = __fmaf_rn(unweighted, hidden, row.dot);
+      gate_grad[i] = raw_gate > limit ? 0.f : __fmul_rn(__fmul_rn(grad, u), slope);
+      up_grad[i] = raw_up > limit || raw_up < -limit ? 0.f : __fmul_rn(grad, silu);
+      weighted_hidden[i] = __fmul_rn(row.weight, hidden);
     }
     gate = pack_bf16(gate_grad[0], gate_grad[1]);
     up = pack_bf16(up_grad[0], up_grad[1]);
     weighted = pack_bf16(weighted_hidden[0], weighted_hidden[1]);
   }
 
-  // Four chunks of 64 columns, each a stage: gate becomes dgate, up becomes dup, and the weighted hidden is third.
+  __device__ static __forceinline__ uint4 load_shared(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+  }
+
+  // Chunks of 32 columns, each a stage: gate becomes dgate, up becomes dup, and the weighted hidden is third.
   __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s,
                                                         const Task& t, Math& math) {
     const int32_t lane = lane_index(), warp = thread_index() / 32, first = warp * 16 + lane / 4;
     const int64_t at = ring_row(s, t.block) + first;
-    const int32_t real_rows = s.schedule.plan.real_rows(t.block);
+    const int32_t real_rows = s.schedule.plan.real_rows(t.block), count = chunks(rank, t);
     Row rows[2];
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
@@ -189,26 +216,31 @@ struct Backward {
       rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + at + 8 * i) : 0.f;
       rows[i].dot = 0.f;
     }
-    // Of the 16-byte pieces of a row of a chunk, piece p is at p xor (row mod 8): the 128-byte swizzle.
+    // Results lie in rows of 64 bytes, whose 16-byte piece p is at p xor (row / 2 mod 4): the 64-byte swizzle.
     const int32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
+      if (chunk >= count) break;
       const uint32_t stage = math.stages.wait_full(s.tiles);
+      const uint32_t from = stage + fragment_offset() * 2;
+      uint4 gate[2] = {load_shared(from), load_shared(from + 512)};
+      uint4 up[2] = {load_shared(from + kLeftBytes), load_shared(from + kLeftBytes + 512)};
+      __syncwarp();  // the warp's results take the place of what the warp has read
 #pragma unroll
-      for (int32_t i = 0; i < kChunkColumns / 16; ++i) {
-        const uint32_t address = stage + row * 128 + (((2 * i + lane / 16) ^ (row % 8)) << 4);
-        uint4 gate = load_matrices(address), up = load_matrices(address + kLeftBytes), weighted;
-        const float* grad = acc + chunk * 32 + i * 8;
+      for (int32_t i = 0; i < 2; ++i) {
+        const float* grad = acc + chunk * 16 + i * 8;
         const float limit = rank.activation_limit;
-        swiglu_pair(rows[0], grad, limit, gate.x, up.x, weighted.x);
-        swiglu_pair(rows[1], grad + 2, limit, gate.y, up.y, weighted.y);
-        swiglu_pair(rows[0], grad + 4, limit, gate.z, up.z, weighted.z);
-        swiglu_pair(rows[1], grad + 6, limit, gate.w, up.w, weighted.w);
-        store_matrices(address, gate.x, gate.y, gate.z, gate.w);
-        store_matrices(address + kLeftBytes, up.x, up.y, up.z, up.w);
-        store_matrices(address + 2 * kLeftBytes, weighted.x, weighted.y, weighted.z, weighted.w);
+        uint4 weighted;
+        swiglu_pair(rows[0], grad, limit, gate[i].x, up[i].x, weighted.x);
+        swiglu_pair(rows[1], grad + 2, limit, gate[i].y, up[i].y, weighted.y);
+        swiglu_pair(rows[0], grad + 4, limit, gate[i].z, up[i].z, weighted.z);
+        swiglu_pair(rows[1], grad + 6, limit, gate[i].w, up[i].w, weighted.w);
+        const uint32_t to = stage + row * 64 + (((2 * i + lane / 16) ^ (row / 2 % 4)) << 4);
+        store_matrices(to, gate[i].x, gate[i].y, gate[i].z, gate[i].w);
+        store_matrices(to + kLeftBytes, up[i].x, up[i].y, up[i].z, up[i].w);
+        store_matrices(to + 2 * kLeftBytes, weighted.x, weighted.y, weighted.z, weighted.w);
       }
-      if (chunk == kTileColumns / kChunkColumns - 1) store_router_parts(rank, t, at, rows);
+      if (chunk == count - 1) store_router_parts(rank, t, at, rows);
       fence_proxy_async_shared();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&s.tiles.chunk_full[math.chunk.slot()]);
@@ -219,7 +251,7 @@ struct Backward {
 
   // Four lanes share a row.
   __device__ static __forceinline__ void store_router_parts(const Rank& rank, const Task& t, int64_t at,
-                                                            Row (&rows)[2]) {
+                                                            const Row (&rows)[2]) {
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       float dot = rows[i].dot;
@@ -235,22 +267,21 @@ struct Backward {
 #pragma unroll
     for (float& v : acc) v = 0.f;
     if (plan.begins_earlier(t.macrobatch, t.expert)) load_straddle(acc, straddle_of(rank, t));
-    if (t.blocks > 0) math.multiply<Layout::both_transposed, true>(acc, s, steps(rank, t));
+    if (t.blocks > 0) math.multiply<Layout::both_transposed, true>(acc, s, weight_grad_steps(plan, t));
     if (plan.ends_later(t.macrobatch, t.expert)) {
       store_straddle(acc, straddle_of(rank, t));
-      math.staging.acquire(s.tiles);  // nothing is staged; the store warp learns that the accumulators are stored
-      math.staging.release(s.tiles);
+      math.stage_nothing(s);
     } else if (rank.grads_in_f32) {
       stage_f32<0>(acc, s, math);
       stage_f32<kAccumulators / 2>(acc, s, math);
     } else {
-      math.stage(acc, s);
+      stage_bf16(acc, s, math);
     }
   }
 
   // Accumulators of an unfinished gradient, in the order of registers: coalesced 16 bytes a thread.
   __device__ static __forceinline__ float4* straddle_of(const Rank& rank, const Task& t) {
-    return reinterpret_cast<float4*>(rank.straddle + int64_t{t.part} * kBoxRows * kTileColumns) + thread_index();
+    return reinterpret_cast<float4*>(rank.straddle + int64_t{t.part} * kBlockRows * kTileColumns) + thread_index();
   }
   __device__ static __forceinline__ void load_straddle(Accumulators& acc, const float4* from) {
 #pragma unroll
@@ -269,13 +300,20 @@ struct Backward {
     }
   }
 
-  // Half of the tile's columns in f32 fill a row of the staging area.
+  __device__ static __forceinline__ void stage_bf16(const Accumulators& acc, Shared& s, Math& math) {
+    math.staging.acquire(s.tiles);
+    const uint32_t address = Staging::box_address(s.tiles);
+#pragma unroll
+    for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_box(address, i, acc + 8 * i);
+    math.staging.release(s.tiles);
+  }
+  // Half of the tile's columns in f32 fill the staging area.
   template <int32_t first>
   __device__ static __forceinline__ void stage_f32(const Accumulators& acc, Shared& s, Math& math) {
     math.staging.acquire(s.tiles);
-    const uint32_t address = Staging::f32_address(s.tiles);
+    const uint32_t address = Staging::f32_box_address(s.tiles);
 #pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 2; i += 4) Staging::write_f32(address, i / 4, acc + first + i);
+    for (int32_t i = 0; i < kAccumulators / 2; i += 4) Staging::write_f32_box(address, i / 4, acc + first + i);
     math.staging.release(s.tiles);
   }
 
@@ -285,8 +323,7 @@ struct Backward {
                                                int32_t group, StoreSide& side) {
     const Plan& plan = s.schedule.plan;
     switch (t.kind) {
-      case TaskKind::gate_up:
-        return store_pre_activations(rank, plan, t, group, rank.pre_activations, side);
+      case TaskKind::gate_up: return store_nothing(side);
       case TaskKind::hidden_grad:
         if (group == 0 && lane_index() == 0) store_chunks(rank, s, t, side);
         return;
@@ -295,17 +332,24 @@ struct Backward {
         if (t.part == 0) push_router_grads(rank, plan, arena, t, group);
         return;
       default:
-        return store_weight_grad(rank, plan, t, group, side);
+        if (plan.ends_later(t.macrobatch, t.expert)) return store_nothing(side);
+        return store_weight_grad(rank, t, group, side);
     }
+  }
+
+  // The math warps have stored by themselves.
+  __device__ static __forceinline__ void store_nothing(StoreSide& side) {
+    side.acquire();
+    side.release();
   }
 
   // One lane stores each chunk's three parts and gives its stage back for the math warps.
   __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const Task& t, StoreSide& side) {
-    const int32_t row = ring_row(s, t.block);
-    for (int32_t chunk = 0; chunk < extra(t); ++chunk) {
+    const int32_t row = ring_row(s, t.block), before = steps(rank.shape.hidden), count = chunks(rank, t);
+    for (int32_t chunk = 0; chunk < count; ++chunk) {
       mbarrier_wait(&s.tiles.chunk_full[side.chunk.slot()], side.chunk.parity());
       side.chunk.advance();
-      const int32_t slot = side.stage_after(steps(rank, t) + chunk);
+      const int32_t slot = side.stage_after(before + chunk);
       const uint8_t* stage = s.tiles.stages[slot];
       const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
       tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, row);
@@ -330,23 +374,20 @@ struct Backward {
     }
   }
 
-  __device__ static __forceinline__ void store_weight_grad(const Rank& rank, const Plan& plan, const Task& t,
-                                                           int32_t group, StoreSide& side) {
-    if (plan.ends_later(t.macrobatch, t.expert)) {
-      side.acquire();
-      return side.release();
-    }
+  // The tile's part of one warpgroup, clipped at the matrix's edges.
+  __device__ static __forceinline__ void store_weight_grad(const Rank& rank, const Task& t, int32_t group,
+                                                           StoreSide& side) {
     const WeightTile tile(rank.shape, t.part);
-    const int64_t row = tile.row + group * kGroupRows;
-    const int32_t count = static_cast<int32_t>(larger<int64_t>(0, smaller<int64_t>(kGroupRows, tile.height - row)));
-    void* matrix = tile.matrix == 0 ? rank.wi_0_grad : tile.matrix == 1 ? rank.wi_1_grad : rank.wo_grad;
-    const int64_t size = rank.grads_in_f32 ? 4 : 2, columns = rank.grads_in_f32 ? kTileColumns / 2 : kTileColumns;
-    uint8_t* to = static_cast<uint8_t*>(matrix) + (t.expert * tile.height + row) * tile.width * size;
-    for (int64_t column = tile.column; column < tile.column + kTileColumns; column += columns) {
+    const CUtensorMap* map = tile.matrix == 0 ? &rank.wi_0_grad_64 : tile.matrix == 1 ? &rank.wi_1_grad_64
+                                                                                       : &rank.wo_grad_64;
+    const int32_t box_columns = rank.grads_in_f32 ? kBoxColumns / 2 : kBoxColumns;
+    for (int32_t column = tile.column; column < tile.column + kTileColumns; column += 4 * box_columns) {
       const uint8_t* staged = side.acquire();
-      const int64_t bytes = size * smaller<int64_t>(columns, tile.width - column);
-      if (bytes > 0) {
-        store_rows(staged, count, bytes, [&](int32_t i) { return to + (i * tile.width + column) * size; });
+      if (lane_index() == 0) {
+#pragma unroll
+        for (int32_t i = 0; i < 4; ++i) {
+          tensor_store_3d(map, staged + i * kStagingBox, column + i * box_columns, tile.row + group * kGroupRows, t.expert);
+        }
       }
       side.release();
     }

@@ -3,9 +3,8 @@
 // CTAs take their roles in the order in which they arrive. What the tasks of a direction are is in forward.cu and
 // backward.cu, as a Work:
 //   using Rank           its arguments
-//   steps(rank, task)    stages that the producer loads for a matrix product (0: none)
-//   extra(task)          stages beyond them, for the epilogue
-//   load(rank, s, task, step, stages)
+//   stages(rank, plan, task)  how many stages the producer loads
+//   load(rank, s, task, stages, between)  loads them, and calls between(step) before each
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, task, group, side)  by the store warp of a warpgroup; what it stored is complete when it returns
 //   kStoresHalves(task)  how many store warps store
@@ -64,13 +63,12 @@ __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared&
     if (task.kind == kStop) return;
     Turn<kQueue> next = turn;
     next.advance();
-    const int32_t steps = Work::steps(rank, task) + Work::extra(task);
     // The next task is found while the stages of this one are full, so that finding it costs nothing.
-    for (int32_t step = 0; step < steps; ++step) {
-      if (step == steps / 2) claim(rank, s, next);
-      Work::load(rank, s, task, step, stages);
-    }
-    if (steps == 0) claim(rank, s, next);
+    const int32_t stages_of_task = Work::stages(rank, s.schedule.plan, task);
+    Work::load(rank, s, task, stages, [&](int32_t step) {
+      if (step == stages_of_task / 2) claim(rank, s, next);
+    });
+    if (stages_of_task == 0) claim(rank, s, next);
     turn = next;
   }
 }
@@ -88,11 +86,18 @@ struct Math {
   __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, int32_t steps) {
     sm90::multiply<layout, kAccumulate>(acc, s.tiles, thread_index() / 128, steps, stages);
   }
-  __device__ __forceinline__ void stage(const Accumulators& acc, Shared& s) {
+  // Rows side by side, to be pushed.
+  __device__ __forceinline__ void stage_rows(const Accumulators& acc, Shared& s) {
     staging.acquire(s.tiles);
-    const uint32_t address = Staging::address(s.tiles);
+    const uint32_t address = Staging::row_address(s.tiles);
 #pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write(address, i, acc + 8 * i);
+    for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_row(address, i, acc + 8 * i);
+    staging.release(s.tiles);
+  }
+  // Nothing is staged; the store warp learns that this warpgroup's own stores are issued, and signals.
+  __device__ __forceinline__ void stage_nothing(Shared& s) {
+    fence_proxy_async();
+    staging.acquire(s.tiles);
     staging.release(s.tiles);
   }
 };
@@ -112,26 +117,19 @@ __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared&
 
 // ---- Store warps: one a warpgroup.
 
-// Stores `bytes` from `staged` on of the first `count` of 64 staged rows to address(row); each lane two rows.
-template <class Address>
-__device__ __forceinline__ void store_rows(const uint8_t* staged, int32_t count, int64_t bytes,
-                                           const Address& address) {
-  for (int32_t i = lane_index(); i < kGroupRows; i += 32) {
-    if (i < count) bulk_store(address(i), staged + i * kStagingPitch, static_cast<uint32_t>(bytes));
-  }
-}
-
 // Each row of the tile goes straight to its slot at its source.
 __device__ __forceinline__ void push_rows(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
                                           int32_t group, StoreSide& side) {
   const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
   const RowSource* table = rank.row_table + t.block * kRowBlock + group * kGroupRows;
+  const int32_t count = smaller(kGroupRows, plan.real_rows(t.block) - group * kGroupRows);
+  const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
   const uint8_t* staged = side.acquire();
-  store_rows(staged, plan.real_rows(t.block) - group * kGroupRows, 2 * smaller<int64_t>(kTileColumns, h - column),
-             [&](int32_t i) {
-               const RowSource to = table[i];
-               return rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
-             });
+  for (int32_t i = lane_index(); i < count; i += 32) {
+    const RowSource to = table[i];
+    bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
+    bulk_store(slot, staged + i * kStagingPitch, bytes);
+  }
   side.release();
 }
 
@@ -155,7 +153,7 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
         signal(task, counters);
       }
     }
-    side.skip(Work::steps(rank, task) + Work::extra(task));
+    side.skip(Work::stages(rank, s.schedule.plan, task));
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
   }

@@ -1,5 +1,8 @@
-// The matrix product of one tile on Hopper: 128 rows x 256 columns, K in steps of 64, a ring of stages between the
+// The matrix product of one tile on Hopper: 128 rows x 256 columns, K in steps of 32, a ring of stages between the
 // producer and two math warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warps.
+//
+// Stages are small so that many are on their way: a stage's load takes about 1,500 cycles from the moment its place is
+// free, and there are (kStages - 1) * 512 cycles of products until it is needed.
 #pragma once
 
 #include "cuda/sm90/wgmma.cuh"
@@ -7,22 +10,23 @@
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kTileDepth = 64, kGroupRows = 64;
+inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kTileDepth = 32, kGroupRows = 64;
 inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
-inline constexpr int32_t kBoxColumns = 64;  // 128 bytes, the swizzle's width
-inline constexpr int32_t kBoxBytes = kTileDepth * kBoxColumns * 2;
+inline constexpr int32_t kBoxColumns = 64;                           // of a transposed operand: 128 bytes
+inline constexpr int32_t kBoxBytes = kTileDepth * kBoxColumns * 2;   // also a warpgroup's part of the left operand
 inline constexpr int32_t kLeftBytes = static_cast<int32_t>(kRowBlock) * kTileDepth * 2;
 inline constexpr int32_t kRightBytes = kTileColumns * kTileDepth * 2;
 inline constexpr int32_t kStageBytes = kLeftBytes + kRightBytes;
-inline constexpr int32_t kStages = 3;
+inline constexpr int32_t kStages = 6;
 inline constexpr int32_t kChunks = kStages;  // as many as stages, so that math warps are never a whole phase ahead
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
+inline constexpr int32_t kStagingBox = kGroupRows * 128;         // bytes: 64 rows of 128, in the 128-byte swizzle
 inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
 
 struct TileMemory {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
-  alignas(128) uint8_t staging[2][kGroupRows * kStagingPitch];
+  alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
   uint64_t chunk_full[kChunks];  // an epilogue's chunk of a stage is ready to be stored
@@ -77,12 +81,12 @@ class Stages {
 // Which dimension of the operands is contiguous: K, or (transposed) the other one.
 enum class Layout { activations_weights, activations_weights_k, both_transposed };  // K-major left, unless both
 
-// One stage: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; without kAccumulate the sum begins anew.
+// One stage: acc [64, 256] += left[group] [64, 32] @ right [32, 256]; without kAccumulate the sum begins anew.
 template <Layout layout, bool kAccumulate>
 __device__ __forceinline__ void multiply_stage(Accumulators& acc, uint32_t stage, int32_t group) {
   constexpr bool kLeftTransposed = layout == Layout::both_transposed;
   constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
-  // Either way a warpgroup's part of the left operand is 8,192 bytes.
+  // Either way a warpgroup's part of the left operand is one box.
   const uint32_t left_address = stage + group * kBoxBytes, right_address = stage + kLeftBytes;
   const uint64_t left = kLeftTransposed ? mn_major(left_address) : k_major(left_address);
   const uint64_t right = kRightTransposed ? mn_major(right_address) : k_major(right_address);
@@ -116,29 +120,38 @@ __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32
   if (elected) mbarrier_arrive(previous);
 }
 
-// A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32). Keeps nothing but the phase's parity.
+// A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32), in one of two layouts. Keeps nothing
+// but the phase's parity.
 class Staging {
  public:
   __device__ __forceinline__ void acquire(TileMemory& m) { mbarrier_wait(&m.staging_empty[group()], parity_ ^ 1); }
-  // Where this thread writes; found once for all the columns.
-  __device__ __forceinline__ static uint32_t address(TileMemory& m) {
-    const int32_t lane = lane_index(), row = warp() * 16 + lane / 8 % 2 * 8 + lane % 8;
-    return shared_address(m.staging[group()]) + row * kStagingPitch + lane / 16 * 16;
-  }
-  __device__ __forceinline__ static uint32_t f32_address(TileMemory& m) {
-    const int32_t lane = lane_index();
-    return shared_address(m.staging[group()]) + (warp() * 16 + lane / 4) * kStagingPitch + lane % 4 * 8;
+  // Rows side by side, for stores row by row. Where this thread writes is found once for all columns.
+  __device__ __forceinline__ static uint32_t row_address(TileMemory& m) {
+    return shared_address(m.staging[group()]) + matrix_row() * kStagingPitch + lane_index() / 16 * 16;
   }
   // 16 columns, from 16 * i on, of 8 accumulators.
-  __device__ __forceinline__ static void write(uint32_t address, int32_t i, const float* a) {
-    store_matrices(address + i * 32, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
-                   pack_bf16(a[6], a[7]));
+  __device__ __forceinline__ static void write_row(uint32_t address, int32_t i, const float* a) {
+    write_matrices(address + i * 32, a);
+  }
+
+  // Boxes of 64 columns of bf16 (or 32 of f32) in the 128-byte swizzle, for tensor stores: the 16-byte piece p of a row
+  // is at p xor (row mod 8).
+  __device__ __forceinline__ static uint32_t box_address(TileMemory& m) {
+    return shared_address(m.staging[group()]) + matrix_row() * 128;
+  }
+  __device__ __forceinline__ static void write_box(uint32_t address, int32_t i, const float* a) {
+    const int32_t lane = lane_index(), piece = (i % 4 * 2 + lane / 16) ^ (lane % 8);
+    write_matrices(address + i / 4 * kStagingBox + piece * 16, a);
+  }
+  __device__ __forceinline__ static uint32_t f32_box_address(TileMemory& m) {
+    return shared_address(m.staging[group()]) + (warp() * 16 + lane_index() / 4) * 128;
   }
   // 8 columns, from 8 * i on, of 4 accumulators, unrounded.
-  __device__ __forceinline__ static void write_f32(uint32_t address, int32_t i, const float* a) {
-    const uint32_t to = address + i * 32;
+  __device__ __forceinline__ static void write_f32_box(uint32_t address, int32_t i, const float* a) {
+    const int32_t lane = lane_index(), piece = (i % 4 * 2 + lane % 4 / 2) ^ (lane / 4);
+    const uint32_t to = address + i / 4 * kStagingBox + piece * 16 + lane % 2 * 8;
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a[0]), "f"(a[1]) : "memory");
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + 8 * kStagingPitch), "f"(a[2]), "f"(a[3]) : "memory");
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + 8 * 128), "f"(a[2]), "f"(a[3]) : "memory");
   }
   __device__ __forceinline__ void release(TileMemory& m) {
     fence_proxy_async_shared();
@@ -149,6 +162,14 @@ class Staging {
  private:
   __device__ __forceinline__ static int32_t group() { return thread_index() / 128; }
   __device__ __forceinline__ static int32_t warp() { return thread_index() / 32 % 4; }
+  // stmatrix: lane l names the row at which matrix l / 8 has its row l % 8; matrices 1 and 3 are 8 rows down.
+  __device__ __forceinline__ static int32_t matrix_row() {
+    const int32_t lane = lane_index();
+    return warp() * 16 + lane / 8 % 2 * 8 + lane % 8;
+  }
+  __device__ __forceinline__ static void write_matrices(uint32_t address, const float* a) {
+    store_matrices(address, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
+  }
 
   uint32_t parity_ = 0;
 };

@@ -1,0 +1,60 @@
+"""Builds the programs of `csrc/cuda/test` with nvcc, for one run of the tests: they are no part of the package.
+
+A program runs in a process of its own, so that what one test does to a GPU ends with it.
+"""
+
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+CSRC = pathlib.Path(__file__).parents[1] / "csrc"
+ARCHITECTURE = ("-gencode", "arch=compute_90a,code=sm_90a")
+LAYER = ("cuda/launch.cc", "cuda/schedule.cu", "cuda/sm90/forward.cu", "cuda/sm90/backward.cu", "cuda/tensor_map.cc")
+# By program, its sources besides cuda/test/<program>.cu.
+SOURCES = {
+    "primitives": ("cuda/tensor_map.cc",),
+    "sm90_tile": ("cuda/tensor_map.cc",),
+    "task_lists": ("cuda/algorithm.cu", "verify/enumerate.cc"),
+    "stand_alone": LAYER,
+}
+
+
+@functools.cache
+def find_tool(name):
+    """A program of the CUDA toolkit, or None."""
+    beside = [str(pathlib.Path(os.environ[key]).parent) for key in ("CUDACXX",) if key in os.environ]
+    return shutil.which(name, path=os.pathsep.join([*beside, os.environ["PATH"], "/usr/local/cuda/bin"]))
+
+
+@functools.cache
+def _directory():
+    return tempfile.TemporaryDirectory(prefix="mok_jax_cuda_")  # removed when the interpreter exits
+
+
+@functools.cache
+def build(name, *flags):
+    """The program's path. A kernel that spills or keeps anything in local memory does not build."""
+    nvcc = find_tool("nvcc")
+    assert nvcc, "building a device test needs nvcc"
+    program = pathlib.Path(_directory().name) / "-".join([name, *(flag.strip("-") for flag in flags)])
+    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *ARCHITECTURE, "--threads", "0", *flags]
+    command += ["-Xptxas", "-warn-spills,-warn-lmem-usage,--warning-as-error"]
+    command += [str(CSRC / source) for source in (f"cuda/test/{name}.cu", *SOURCES[name])]
+    result = subprocess.run([*command, "-o", str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout
+    return program
+
+
+def start(program):
+    """A process that answers lines with lines."""
+    return subprocess.Popen([str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def run(program, *arguments, timeout_s=120, under=()):
+    """Runs it, perhaps under another program, and returns exit status and output."""
+    command = [*map(str, under), str(program), *map(str, arguments)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
+    return result.returncode, result.stdout

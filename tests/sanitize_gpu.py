@@ -1,0 +1,71 @@
+"""Runs a small step of the GPU kernels, forward and backward, under compute-sanitizer, and says what it found.
+
+``python tests/sanitize_gpu.py [memcheck racecheck synccheck ...]``; ends with 1 if the step itself went wrong or a tool
+found anything. Two virtual ranks, macrobatches that straddle experts, both ways to communicate, and few CTAs, as every
+instruction takes long under these tools.
+"""
+
+import collections
+import re
+import subprocess
+import sys
+
+import cuda_programs
+
+TOOLS = ("memcheck", "racecheck")
+STEP = {
+    "ranks": 2,
+    "ring-rows": 256,
+    "comm-ctas": "0,1",
+    "save": 1,
+    "tokens": 320,
+    "hidden": 136,
+    "intermediate": 136,
+    "reserve": 124,
+    "repeats": 1,
+    "timeout": 240,
+}
+TIMEOUT_S = 280
+
+
+def arguments(settings):
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def sanitize(tool):
+    """Whether nothing was found, and what the tool printed."""
+    sanitizer = cuda_programs.find_tool("compute-sanitizer")
+    assert sanitizer, "compute-sanitizer is not on the path"
+    under = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "200")
+    program = cuda_programs.build("stand_alone", "-lineinfo")
+    try:
+        status, output = cuda_programs.run(program, *arguments(STEP), under=under, timeout_s=TIMEOUT_S)
+    except subprocess.TimeoutExpired as expired:
+        return False, f"{(expired.stdout or b'').decode()}\nnot done after {TIMEOUT_S} s"
+    return status == 0, output
+
+
+def summary(output):
+    """Lines of the program and totals as they are; of the findings each kind of line once, with its number."""
+    told, found = [], collections.Counter()
+    for line in output.splitlines():
+        if not line.startswith("=" * 9):
+            told.append(line)
+        elif "SUMMARY" in line:
+            told.append(line.strip("= "))
+        elif re.search(r"(Error|Warning|Race|Invalid|hazard)", line):
+            found[re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d+ hazards", "*", line.strip("= "))] += 1
+    return "\n".join([*told, *(f"{count:6} x {line}" for line, count in found.most_common(20))])
+
+
+def main(tools):
+    clean = True
+    for tool in tools:
+        good, output = sanitize(tool)
+        clean &= good
+        print(f"--- {tool}: {'clean' if good else 'not clean'}\n{summary(output)}", flush=True)
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or TOOLS))

@@ -1,0 +1,27 @@
+"""The instructions that the GPU kernels are made of, and the tile interface of each architecture: each function of
+`csrc/cuda/ptx.cuh`, and of `csrc/cuda/sm90/wgmma.cuh` and `tile.cuh` every layout with matrices that reveal indices.
+
+The tests themselves are in `csrc/cuda/test`, where they can be read beside what they test.
+"""
+
+import re
+
+import cuda_programs
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+PROGRAMS = ("primitives", "sm90_tile")
+TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong
+
+
+def names(program):
+    source = cuda_programs.CSRC / "cuda" / "test" / f"{program}.cu"
+    return re.findall(r"^TEST\((\w+)\)", source.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("program", "name"), [(program, name) for program in PROGRAMS for name in names(program)])
+def test_on_device(program, name):
+    status, output = cuda_programs.run(cuda_programs.build(program), name, timeout_s=TIMEOUT_S)
+    assert status == 0, output
+    assert output == f"{name}: ok\n"

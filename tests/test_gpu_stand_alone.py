@@ -1,0 +1,31 @@
+"""The kernels without JAX: `csrc/cuda/test/stand_alone.cu` runs steps on virtual ranks and compares their bits."""
+
+import cuda_programs
+import pytest
+from sanitize_gpu import arguments, sanitize, summary
+
+pytestmark = pytest.mark.gpu
+
+# Each is a set of values to combine; see Options in stand_alone.cu. In poisoned memory nothing can be inherited.
+STEPS = {
+    "schedules": {"ranks": "1,2,8", "ring-rows": "128,512,0", "comm-ctas": "0,2", "save": "0,1,2", "poison": 1},
+    "repeats": {"ranks": 2, "ring-rows": 256, "comm-ctas": "0,3", "repeats": 50, "poison": 1},
+    "reserved": {"ranks": "1,4", "comm-ctas": "0,1", "reserve": 116, "repeats": 5, "poison": 1},
+    "rack": {"ranks": "1,64", "tokens": 384, "experts": 64, "comm-ctas": "0,1", "ring-rows": "128,0", "poison": 1},
+    "master-weights": {"ranks": "1,2", "f32-grads": 1, "save": "0,1", "poison": 1},
+    "wide": {"ranks": "1,2", "hidden": 1408, "intermediate": 2880, "tokens": 1000, "ring-rows": "512,0", "poison": 1},
+    "narrow": {"ranks": "1,2", "hidden": 8, "intermediate": 16, "poison": 1},
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_same_bits(step):
+    status, output = cuda_programs.run(cuda_programs.build("stand_alone"), *arguments(STEPS[step]), timeout_s=200)
+    assert status == 0, output
+    assert "relative error" in output
+
+
+@pytest.mark.skipif(not cuda_programs.find_tool("compute-sanitizer"), reason="compute-sanitizer is not on the path")
+def test_memcheck():
+    clean, output = sanitize("memcheck")
+    assert clean, summary(output)

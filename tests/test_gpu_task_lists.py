@@ -1,0 +1,71 @@
+"""The algorithm of `csrc/moe` as a device runs it: row tables, macrobatches and every task, equal to the host's.
+
+The cases are those by which `test_program` proves the host's lists free of deadlock and conflicts.
+"""
+
+import collections
+
+import cuda_programs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_program import RACK_SIZE, SAVES, SKEWS, directions, programs, routing
+from verifier import flat
+
+pytestmark = pytest.mark.gpu
+
+seen = collections.Counter()
+
+
+@pytest.fixture(scope="module")
+def device():
+    with cuda_programs.start(cuda_programs.build("task_lists")) as process:
+        yield process
+        process.stdin.close()
+
+
+def check(device, direction, program):
+    shape, ids = program
+    print(*flat([direction, shape, ids]), file=device.stdin, flush=True)
+    answer = device.stdout.readline().strip()
+    assert answer.isdigit(), answer
+    seen["cases"] += 1
+    seen["tasks"] += int(answer)
+
+
+@directions
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
+@given(program=programs(st.integers(1, 8), 100))
+def test_few_ranks(device, direction, program):
+    check(device, direction, program)
+
+
+@directions
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@given(program=programs(st.integers(9, RACK_SIZE), 6))
+def test_many_ranks(device, direction, program):
+    check(device, direction, program)
+
+
+@directions
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("skew", SKEWS)
+def test_rack(device, direction, save, skew):
+    shape = [save, RACK_SIZE, 4, 3, 2, 1, 1, [2, 2, 1, 2, 3]]
+    check(device, direction, (shape, routing(skew, 1, RACK_SIZE * 12, RACK_SIZE * 2)))
+
+
+@directions
+def test_model_shape(device, direction):
+    """One rank of 16 experts and 4,096 tokens of a published model, in a ring of a third of its rows."""
+    tiles = [16, 28, 8, 28, 1344]
+    ids = np.random.default_rng(0).integers(0, 16, 4096 * 8).tolist()
+    check(device, direction, ([1, 1, 4096, 8, 16, 90, 17, tiles], ids))
+
+
+def test_cases_were_worth_it():
+    """Runs after the tests above."""
+    print(dict(seen))
+    if seen["cases"] > 300:
+        assert seen["tasks"] > 100_000
