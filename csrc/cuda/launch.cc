@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "cuda/tensor_map.h"
 
 namespace mok::cuda {
 namespace {
@@ -79,47 +80,14 @@ std::optional<std::string> make_arenas(Arenas& arenas, const Shape& shape, int32
   return std::nullopt;
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, found through the runtime, so that nothing links against the driver.
-Encode tensor_map_encode() {
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<Encode>(function);
-  }();
-  return encode;
-}
-
-// A tensor map of an array, innermost dimension first, whose boxes are `width` bytes wide, the swizzle's width, and have
-// `rows` of dimension `of`.
-bool encode(CUtensorMap& map, CUtensorMapDataType type, const void* data, std::vector<cuuint64_t> dims, cuuint32_t width,
-            cuuint32_t rows, size_t of = 1) {
-  const cuuint32_t size = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
-  std::vector<cuuint64_t> strides;
-  cuuint64_t bytes = size;
-  for (size_t i = 0; i + 1 < dims.size(); ++i) strides.push_back(bytes *= dims[i]);
-  std::vector<cuuint32_t> box(dims.size(), 1), steps(dims.size(), 1);
-  box[0] = width / size;
-  box[of] = rows;
-  return tensor_map_encode()(&map, type, static_cast<cuuint32_t>(dims.size()), const_cast<void*>(data), dims.data(),
-                             strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-                             width == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 // Whether all maps that were asked for could be made. A map of memory that the call has none of is never used.
 struct Encoder {
   bool good = true;
 
-  // K contiguous: boxes of 32 columns x `rows`.
-  void k_major(CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, cuuint32_t rows, size_t of = 1) {
-    if (data) good = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, 64, rows, of) && good;
-  }
-  // Boxes of 128 bytes x `rows`.
-  void wide(CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, cuuint32_t rows, size_t of = 1) {
-    if (data) good = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, 128, rows, of) && good;
+  // Boxes of `width` bytes x `rows` of dimension `of`.
+  void bf16s(CUtensorMap& map, const bf16* data, const std::vector<cuuint64_t>& dims, int32_t width, int32_t rows,
+             size_t of = 1) {
+    if (data) good = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, width, rows, of) && good;
   }
   void grads(CUtensorMap& map, const void* data, bool f32, const std::vector<cuuint64_t>& dims) {
     good = encode(map, f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, dims, 128, 64) &&
@@ -168,12 +136,13 @@ bool fill(const ForwardCall& c, int32_t i, ForwardRank& rank) {
   rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(s));
   const std::vector<cuuint64_t> narrow{u64(inner), u64(s.ring_rows)}, wi{u64(inner), u64(h), u64(e)};
   Encoder encoder;
-  encoder.k_major(rank.rows_128, rank.rows, {u64(h), u64(s.ring_rows)}, 128);
-  encoder.k_major(rank.hidden_128, rank.hidden, narrow, 128);
-  encoder.wide(rank.wi_0_32, c.wi_0 + weights, wi, 32);
-  encoder.wide(rank.wi_1_32, c.wi_1 + weights, wi, 32);
-  encoder.wide(rank.wo_32, c.wo + weights, {u64(h), u64(inner), u64(e)}, 32);
-  encoder.wide(rank.hidden_64, rank.hidden, narrow, 64);
+  const sm90::Depths depth = sm90::depths();
+  encoder.bf16s(rank.rows_128, rank.rows, {u64(h), u64(s.ring_rows)}, 2 * depth.forward, 128);
+  encoder.bf16s(rank.hidden_128, rank.hidden, narrow, 2 * depth.forward, 128);
+  encoder.bf16s(rank.wi_0_n, c.wi_0 + weights, wi, 128, depth.forward);
+  encoder.bf16s(rank.wi_1_n, c.wi_1 + weights, wi, 128, depth.forward);
+  encoder.bf16s(rank.wo_n, c.wo + weights, {u64(h), u64(inner), u64(e)}, 128, depth.forward);
+  encoder.bf16s(rank.hidden_64, rank.hidden, narrow, 128, 64);
   return encoder.good;
 }
 
@@ -200,20 +169,22 @@ bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   const std::vector<cuuint64_t> pair{u64(inner), 2, u64(ring)};
   const std::vector<cuuint64_t> wi{u64(inner), u64(h), u64(e)}, wo{u64(h), u64(inner), u64(e)};
   Encoder encoder;
-  encoder.k_major(rank.rows_128, rank.rows, wide, 128);
-  encoder.wide(rank.wi_0_32, c.wi_0 + weights, wi, 32);
-  encoder.wide(rank.wi_1_32, c.wi_1 + weights, wi, 32);
-  encoder.k_major(rank.grads_128, rank.grads, wide, 128);
-  encoder.k_major(rank.wo_256, c.wo + weights, wo, 256);
-  encoder.k_major(rank.gate_up_grads_128, gate_up_grads, pair, 128, 2);
-  encoder.k_major(rank.hidden_128, rank.hidden, narrow, 128);
-  encoder.k_major(rank.wi_0_256, c.wi_0 + weights, wi, 256);
-  encoder.k_major(rank.wi_1_256, c.wi_1 + weights, wi, 256);
-  encoder.wide(rank.rows_32, rank.rows, wide, 32);
-  encoder.wide(rank.saved_rows_32, saved_rows, wide, 32);
-  encoder.wide(rank.grads_32, rank.grads, wide, 32);
-  encoder.wide(rank.gate_up_grads_32, gate_up_grads, pair, 32, 2);
-  encoder.wide(rank.hidden_32, rank.hidden, narrow, 32);
+  const sm90::Depths depth = sm90::depths();
+  encoder.bf16s(rank.rows_128, rank.rows, wide, 2 * depth.forward, 128);
+  encoder.bf16s(rank.wi_0_n, c.wi_0 + weights, wi, 128, depth.forward);
+  encoder.bf16s(rank.wi_1_n, c.wi_1 + weights, wi, 128, depth.forward);
+  encoder.bf16s(rank.grads_128, rank.grads, wide, 2 * depth.dgrad, 128);
+  encoder.bf16s(rank.wo_256, c.wo + weights, wo, 2 * depth.dgrad, 256);
+  encoder.bf16s(rank.gate_up_grads_chunk, gate_up_grads, pair, 64, 128, 2);
+  encoder.bf16s(rank.hidden_chunk, rank.hidden, narrow, 64, 128);
+  encoder.bf16s(rank.gate_up_grads_128, gate_up_grads, pair, 2 * depth.dgrad, 128, 2);
+  encoder.bf16s(rank.wi_0_256, c.wi_0 + weights, wi, 2 * depth.dgrad, 256);
+  encoder.bf16s(rank.wi_1_256, c.wi_1 + weights, wi, 2 * depth.dgrad, 256);
+  encoder.bf16s(rank.rows_n, rank.rows, wide, 128, depth.wgrad);
+  encoder.bf16s(rank.saved_rows_n, saved_rows, wide, 128, depth.wgrad);
+  encoder.bf16s(rank.grads_n, rank.grads, wide, 128, depth.wgrad);
+  encoder.bf16s(rank.gate_up_grads_n, gate_up_grads, pair, 128, depth.wgrad, 2);
+  encoder.bf16s(rank.hidden_n, rank.hidden, narrow, 128, depth.wgrad);
   encoder.grads(rank.wi_0_grad_64, rank.wi_0_grad, c.grads_in_f32, wi);
   encoder.grads(rank.wi_1_grad_64, rank.wi_1_grad, c.grads_in_f32, wi);
   encoder.grads(rank.wo_grad_64, rank.wo_grad, c.grads_in_f32, wo);

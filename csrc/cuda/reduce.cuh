@@ -31,43 +31,43 @@ struct Float8 {
 constexpr float kNaN = __builtin_nanf("");
 
 // Tokens [block * kReduceTokens, ...), by `warps` warps of which this is number `warp`. Each lane owns 8 columns at a
-// time and has several slots of a token in flight. In the backward slots carry the weight already.
-template <bool kWeighted>
-__device__ __forceinline__ void reduce_tokens(const Rank& rank, int64_t call, int32_t block, int32_t warp, int32_t warps) {
-  constexpr int32_t kInFlight = 8;
+// time and has kInFlight slots in flight. In the backward slots carry the weight already.
+template <bool kWeighted, int32_t kInFlight>
+__device__ __forceinline__ void reduce_tokens(const Rank& rank, int64_t call, int32_t block, int32_t warp,
+                                              int32_t warps) {
+  constexpr int32_t kStride = 32 * 8;
   const Shape& s = rank.shape;
   const DeviceArena arena(s);
-  const int64_t h = s.hidden, end = smaller((block + 1) * kReduceTokens, s.tokens);
-  const int32_t k_count = static_cast<int32_t>(s.top_k);
+  const int32_t h = static_cast<int32_t>(s.hidden), k_count = static_cast<int32_t>(s.top_k);
+  const int64_t end = smaller((block + 1) * kReduceTokens, s.tokens);
   const bf16* slots = rank.in_arena<bf16>(s.rank, arena.at(arena.layout.slots));
   const int32_t* ids = rank.in_arena<int32_t>(s.rank, arena.expert_ids(call));
   const uint8_t* bad = rank.in_workspace<uint8_t>(WorkspaceLayout(s).bad);
   for (int64_t token = block * kReduceTokens + warp; token < end; token += warps) {
-    const bf16* from = slots + token * k_count * h;
     const float start = bad[token] ? kNaN : 0.f;
-    for (int64_t column = lane_index() * 8; column < h; column += 32 * 8) {
+    for (int32_t column = lane_index() * 8; column < round_up(h, kStride); column += kStride) {
       Float8 sum;
 #pragma unroll
       for (float& v : sum.v) v = start;
-      for (int32_t k = 0; k < k_count; k += kInFlight) {
+      for (int32_t first = 0; first < k_count; first += kInFlight) {
+        // Lane k looks up slot first + k, for all.
+        const int64_t slot = token * k_count + first + lane_index();
+        const bool has = first + lane_index() < k_count && lane_index() < kInFlight;
+        const uint32_t used = __ballot_sync(0xffffffff, has && ids[has ? slot : 0] >= 0);
+        const float my_weight = kWeighted && has ? rank.expert_weights[slot] : 1.f;
+        const bf16* from = slots + (token * k_count + first) * h + column;
         uint4 packed[kInFlight];
-        float weight[kInFlight];
-        bool used[kInFlight];
 #pragma unroll
         for (int32_t i = 0; i < kInFlight; ++i) {
-          const int64_t slot = token * k_count + k + i;
-          used[i] = k + i < k_count && ids[slot] >= 0;
-          if (used[i]) {
-            packed[i] = load_uncached(from + (k + i) * h + column);
-            weight[i] = kWeighted ? rank.expert_weights[slot] : 1.f;
-          }
+          if (used >> i & 1 && column < h) packed[i] = load_uncached(from + i * h);
         }
 #pragma unroll
         for (int32_t i = 0; i < kInFlight; ++i) {
-          if (used[i]) sum.add_scaled(packed[i], weight[i]);
+          const float weight = __shfl_sync(0xffffffff, my_weight, i);
+          if (used >> i & 1) sum.add_scaled(packed[i], weight);
         }
       }
-      *reinterpret_cast<uint4*>(rank.out + token * h + column) = sum.rounded();
+      if (column < h) *reinterpret_cast<uint4*>(rank.out + token * h + column) = sum.rounded();
     }
   }
 }

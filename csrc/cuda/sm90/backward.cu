@@ -1,12 +1,13 @@
-// The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass through the
-// ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots; weight_grad: a tile of
-// one expert's gradient, summed over its rows in order; and the reduce.
+// The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass
+// through the ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots;
+// weight_grad: a tile of one expert's gradient, summed over its rows in order; and the reduce.
 #include "cuda/sm90/gate_up.cuh"
 
 namespace mok::cuda::sm90 {
 namespace {
 
 constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock);
+constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: gate, up, or the weighted hidden
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
 struct WeightTile {
@@ -27,40 +28,49 @@ struct WeightTile {
 struct Backward {
   using Rank = BackwardRank;
 
-  __device__ static __forceinline__ int32_t steps(int64_t depth) {
-    return static_cast<int32_t>(ceil_div(depth, kTileDepth));
-  }
-  // Chunks of a hidden_grad tile that have columns.
+  using Replay = Step<Layout::activations_weights>;
+  using Dgrad = Step<Layout::activations_weights_k>;  // of hidden_grad and row_grad
+  using Wgrad = Step<Layout::both_transposed>;
+
+  // Chunks of a hidden_grad tile that have columns; an even number.
   __device__ static __forceinline__ int32_t chunks(const Rank& rank, const Task& t) {
     const int64_t columns = smaller<int64_t>(kTileColumns, rank.shape.intermediate - t.part * kTileColumns);
-    return static_cast<int32_t>(ceil_div(columns, kChunkColumns));
+    return 2 * static_cast<int32_t>(ceil_div(columns, 2 * kChunkColumns));
   }
   // All rows of a piece but the padding of its last block beyond a whole step.
   __device__ static __forceinline__ int32_t weight_grad_steps(const Plan& plan, const Task& t) {
     if (t.blocks == 0) return 0;
-    return (t.blocks - 1) * (kBlockRows / kTileDepth) + steps(plan.real_rows(t.block + t.blocks - 1));
+    return Wgrad::count(int64_t{t.blocks - 1} * kBlockRows + plan.real_rows(t.block + t.blocks - 1));
   }
   __device__ static __forceinline__ int32_t stages(const Rank& rank, const Plan& plan, const Task& t) {
     switch (t.kind) {
-      case TaskKind::gate_up: return steps(rank.shape.hidden);
-      case TaskKind::hidden_grad: return steps(rank.shape.hidden) + chunks(rank, t);
-      case TaskKind::row_grad: return 2 * steps(rank.shape.intermediate);
-      case TaskKind::weight_grad: return weight_grad_steps(plan, t);
-      default: return 0;
+      case TaskKind::gate_up:
+        return Replay::count(rank.shape.hidden) * Replay::kStagesOfStep;
+      case TaskKind::hidden_grad:
+        return Dgrad::count(rank.shape.hidden) * Dgrad::kStagesOfStep + chunks(rank, t);
+      case TaskKind::row_grad:
+        return 2 * Dgrad::count(rank.shape.intermediate) * Dgrad::kStagesOfStep;
+      case TaskKind::weight_grad:
+        return weight_grad_steps(plan, t) * Wgrad::kStagesOfStep;
+      default:
+        return 0;
     }
   }
 
   // ---- Loads.
 
-  template <class Between>
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages,
-                                              const Between& between) {
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
     switch (t.kind) {
-      case TaskKind::gate_up: return load_gate_up(rank, s, t, stages, between);
-      case TaskKind::hidden_grad: return load_hidden_grad(rank, s, t, stages, between);
-      case TaskKind::row_grad: return load_row_grad(rank, s, t, stages, between);
-      case TaskKind::weight_grad: return load_weight_grad(rank, s, t, stages, between);
-      default: return;
+      case TaskKind::gate_up:
+        return load_gate_up(rank, s, t, stages);
+      case TaskKind::hidden_grad:
+        return load_hidden_grad(rank, s, t, stages);
+      case TaskKind::row_grad:
+        return load_row_grad(rank, s, t, stages);
+      case TaskKind::weight_grad:
+        return load_weight_grad(rank, s, t, stages);
+      default:
+        return;
     }
   }
 
@@ -68,70 +78,71 @@ struct Backward {
     return s.schedule.plan.ring_block(block) * kBlockRows;
   }
 
-  template <class Between>
-  __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages,
-                                                          const Between& between) {
-    const int32_t count = steps(rank.shape.hidden), row = ring_row(s, t.block);
+  // One step of a product whose operands both have K contiguous, from [rows, K] and [columns, K].
+  template <class Left>
+  __device__ static __forceinline__ void load_dgrad_step(Shared& s, Stages& stages, const CUtensorMap* right, int32_t k,
+                                                         int32_t column, int32_t expert, const Left& load_left) {
+    uint8_t* stage = stages.acquire<Dgrad::kStagesOfStep>(s.tiles, Dgrad::kBytes);
+    load_left(stage, stages.full(s.tiles));
+    tensor_load_3d(stage + Dgrad::kRight, right, k, column, expert, stages.full(s.tiles));
+    stages.advance<Dgrad::kStagesOfStep>();
+  }
+
+  __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
+    const int32_t count = Dgrad::count(rank.shape.hidden), row = ring_row(s, t.block);
     const int32_t column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
-      between(step);
-      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-      tensor_load_2d(stage, &rank.grads_128, step * kTileDepth, row, stages.full(s.tiles));
-      tensor_load_3d(stage + kLeftBytes, &rank.wo_256, step * kTileDepth, column, expert, stages.full(s.tiles));
-      stages.advance();
+      const int32_t k = step * Dgrad::kDepth;
+      load_dgrad_step(s, stages, &rank.wo_256, k, column, expert,
+                      [&](uint8_t* stage, uint64_t* full) { tensor_load_2d(stage, &rank.grads_128, k, row, full); });
     }
     const Plan& plan = s.schedule.plan;
     const bool saved = t.macrobatch == 0 && plan.save != Save::nothing;
     const bf16* chunk = pre_activation_tile(saved ? rank.saved_pre_activations : rank.pre_activations, rank, plan,
                                             t.block, t.part * (kTileColumns / kGateUpColumns));
     for (int32_t i = 0; i < chunks(rank, t); ++i, chunk += kChunkElements) {
-      between(count + i);
       uint8_t* stage = stages.acquire(s.tiles, kChunkElements * 2);
       bulk_load(stage, chunk, kChunkElements * 2, stages.full(s.tiles));
       stages.advance();
     }
   }
 
-  template <class Between>
-  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages,
-                                                       const Between& between) {
-    const int32_t half = steps(rank.shape.intermediate), row = ring_row(s, t.block);
+  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
+    const int32_t count = Dgrad::count(rank.shape.intermediate), row = ring_row(s, t.block);
     const int32_t column = t.part * kTileColumns, expert = t.expert;
-    for (int32_t step = 0; step < 2 * half; ++step) {
-      between(step);
-      const int32_t which = step >= half, k = (step - which * half) * kTileDepth;
-      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-      tensor_load_3d(stage, &rank.gate_up_grads_128, k, which, row, stages.full(s.tiles));
-      tensor_load_3d(stage + kLeftBytes, which ? &rank.wi_1_256 : &rank.wi_0_256, k, column, expert,
-                     stages.full(s.tiles));
-      stages.advance();
+    for (int32_t which = 0; which < 2; ++which) {
+      const CUtensorMap* weights = which ? &rank.wi_1_256 : &rank.wi_0_256;
+      for (int32_t step = 0; step < count; ++step) {
+        const int32_t k = step * Dgrad::kDepth;
+        load_dgrad_step(s, stages, weights, k, column, expert, [&](uint8_t* stage, uint64_t* full) {
+          tensor_load_3d(stage, &rank.gate_up_grads_128, k, which, row, full);
+        });
+      }
     }
   }
 
-  template <class Between>
-  __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages,
-                                                          const Between& between) {
-    constexpr int32_t kPerBlock = kBlockRows / kTileDepth;
+  __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
+    constexpr int32_t kPerBlock = kBlockRows / Wgrad::kDepth;
     const WeightTile tile(rank.shape, t.part);
     const bool saved = t.macrobatch == 0 && rank.saved_rows;
-    const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_32 : saved ? &rank.saved_rows_32 : &rank.rows_32;
+    const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_n : saved ? &rank.saved_rows_n : &rank.rows_n;
     const int32_t count = weight_grad_steps(s.schedule.plan, t), block = t.block;
     int32_t row = 0;
-    for (int32_t step = 0; step < count; ++step, row += kTileDepth) {
-      between(step);
+    for (int32_t step = 0; step < count; ++step, row += Wgrad::kDepth) {
       if (step % kPerBlock == 0) row = ring_row(s, block + step / kPerBlock);
-      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
+      uint8_t* stage = stages.acquire(s.tiles, Wgrad::kBytes);
       uint64_t* full = stages.full(s.tiles);
 #pragma unroll
-      for (int32_t i = 0; i < 2; ++i) tensor_load_2d(stage + i * kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
+      for (int32_t i = 0; i < 2; ++i)
+        tensor_load_2d(stage + i * Wgrad::kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
-        uint8_t* to = stage + kLeftBytes + i * kBoxBytes;
+        uint8_t* to = stage + Wgrad::kRight + i * Wgrad::kBoxBytes;
         const int32_t column = tile.column + i * kBoxColumns;
         if (tile.matrix == 2) {
-          tensor_load_2d(to, &rank.grads_32, column, row, full);
+          tensor_load_2d(to, &rank.grads_n, column, row, full);
         } else {
-          tensor_load_3d(to, &rank.gate_up_grads_32, column, tile.matrix, row, full);
+          tensor_load_3d(to, &rank.gate_up_grads_n, column, tile.matrix, row, full);
         }
       }
       stages.advance();
@@ -145,18 +156,20 @@ struct Backward {
     Accumulators acc;
     switch (t.kind) {
       case TaskKind::gate_up:
-        math.multiply<Layout::activations_weights>(acc, s, steps(rank.shape.hidden));
+        math.multiply<Layout::activations_weights>(acc, s, Replay::count(rank.shape.hidden));
         store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, plan, t.block, t.part));
         return math.stage_nothing(s);
       case TaskKind::hidden_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, steps(rank.shape.hidden));
-        return through_swiglu(acc, rank, s, t, math);
+        math.multiply<Layout::activations_weights_k>(acc, s, Dgrad::count(rank.shape.hidden));
+        if (is_limited(rank)) return through_swiglu<true>(acc, rank, s, t, math);
+        return through_swiglu<false>(acc, rank, s, t, math);
       case TaskKind::row_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, 2 * steps(rank.shape.intermediate));
+        math.multiply<Layout::activations_weights_k>(acc, s, 2 * Dgrad::count(rank.shape.intermediate));
         return math.stage_rows(acc, s);
-      case TaskKind::weight_grad: return compute_weight_grad(acc, rank, s, t, math);
+      case TaskKind::weight_grad:
+        return compute_weight_grad(acc, rank, s, t, math);
       default:
-        reduce_tokens<false>(rank, s.call, t.block, thread_index() / 32, kMathWarps);
+        reduce_tokens<false, 5>(rank, s.call, t.block, thread_index() / 32, kMathWarps);
         return collect_router_grads(rank, s.call, t.block, thread_index(), kMathWarps * 32);
     }
   }
@@ -168,8 +181,9 @@ struct Backward {
     float dot;
   };
 
-  // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs of
-  // bf16. A padding row counts as zeros, whatever infinite weights made of it.
+  // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs
+  // of bf16. A padding row counts as zeros, whatever infinite weights made of it.
+  template <bool kLimited>
   __device__ static __forceinline__ void swiglu_pair(Row& row, const float* hidden_grad, float limit, uint32_t& gate,
                                                      uint32_t& up, uint32_t& weighted) {
     gate = row.real ? gate : 0;
@@ -181,12 +195,12 @@ struct Backward {
     for (int32_t i = 0; i < 2; ++i) {
       const float raw_gate = i ? gates.y : gates.x, raw_up = i ? ups.y : ups.x;
       const float unweighted = row.real ? hidden_grad[i] : 0.f;
-      const float g = clamp_gate(raw_gate, limit), u = clamp_up(raw_up, limit);
+      const float g = clamp_gate<kLimited>(raw_gate, limit), u = clamp_up<kLimited>(raw_up, limit);
       const float s = sigmoid(g), silu = __fmul_rn(g, s), hidden = __fmul_rn(silu, u);
       const float grad = __fmul_rn(row.weight, unweighted), slope = __fmaf_rn(silu, 1.f - s, s);
       row.dot = __fmaf_rn(unweighted, hidden, row.dot);
-      gate_grad[i] = raw_gate > limit ? 0.f : __fmul_rn(__fmul_rn(grad, u), slope);
-      up_grad[i] = raw_up > limit || raw_up < -limit ? 0.f : __fmul_rn(grad, silu);
+      gate_grad[i] = kLimited && raw_gate > limit ? 0.f : __fmul_rn(__fmul_rn(grad, u), slope);
+      up_grad[i] = kLimited && (raw_up > limit || raw_up < -limit) ? 0.f : __fmul_rn(grad, silu);
       weighted_hidden[i] = __fmul_rn(row.weight, hidden);
     }
     gate = pack_bf16(gate_grad[0], gate_grad[1]);
@@ -204,60 +218,66 @@ struct Backward {
   }
 
   // Chunks of 32 columns, each a stage: gate becomes dgate, up becomes dup, and the weighted hidden is third.
+  template <bool kLimited>
   __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s,
                                                         const Task& t, Math& math) {
-    const int32_t lane = lane_index(), warp = thread_index() / 32, first = warp * 16 + lane / 4;
-    const int64_t at = ring_row(s, t.block) + first;
-    const int32_t real_rows = s.schedule.plan.real_rows(t.block), count = chunks(rank, t);
     Row rows[2];
-#pragma unroll
-    for (int32_t i = 0; i < 2; ++i) {
-      rows[i].real = first + 8 * i < real_rows;
-      rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + at + 8 * i) : 0.f;
-      rows[i].dot = 0.f;
-    }
+    find_rows(rank, s, t, rows);
     // Results lie in rows of 64 bytes, whose 16-byte piece p is at p xor (row / 2 mod 4): the 64-byte swizzle.
-    const int32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
+    const int32_t lane = lane_index(), row = thread_index() / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    const uint32_t result = row * 64 + ((lane / 16 ^ (row / 2 % 4)) << 4), fragment = fragment_offset() * 2;
 #pragma unroll
     for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
-      if (chunk >= count) break;
+      if (chunk >= chunks(rank, t)) break;
       const uint32_t stage = math.stages.wait_full(s.tiles);
-      const uint32_t from = stage + fragment_offset() * 2;
+      const uint32_t from = stage + fragment;
       uint4 gate[2] = {load_shared(from), load_shared(from + 512)};
-      uint4 up[2] = {load_shared(from + kLeftBytes), load_shared(from + kLeftBytes + 512)};
+      uint4 up[2] = {load_shared(from + kPartBytes), load_shared(from + kPartBytes + 512)};
       __syncwarp();  // the warp's results take the place of what the warp has read
 #pragma unroll
       for (int32_t i = 0; i < 2; ++i) {
         const float* grad = acc + chunk * 16 + i * 8;
         const float limit = rank.activation_limit;
         uint4 weighted;
-        swiglu_pair(rows[0], grad, limit, gate[i].x, up[i].x, weighted.x);
-        swiglu_pair(rows[1], grad + 2, limit, gate[i].y, up[i].y, weighted.y);
-        swiglu_pair(rows[0], grad + 4, limit, gate[i].z, up[i].z, weighted.z);
-        swiglu_pair(rows[1], grad + 6, limit, gate[i].w, up[i].w, weighted.w);
-        const uint32_t to = stage + row * 64 + (((2 * i + lane / 16) ^ (row / 2 % 4)) << 4);
+        swiglu_pair<kLimited>(rows[0], grad, limit, gate[i].x, up[i].x, weighted.x);
+        swiglu_pair<kLimited>(rows[1], grad + 2, limit, gate[i].y, up[i].y, weighted.y);
+        swiglu_pair<kLimited>(rows[0], grad + 4, limit, gate[i].z, up[i].z, weighted.z);
+        swiglu_pair<kLimited>(rows[1], grad + 6, limit, gate[i].w, up[i].w, weighted.w);
+        const uint32_t to = stage + (result ^ i * 32);
         store_matrices(to, gate[i].x, gate[i].y, gate[i].z, gate[i].w);
-        store_matrices(to + kLeftBytes, up[i].x, up[i].y, up[i].z, up[i].w);
-        store_matrices(to + 2 * kLeftBytes, weighted.x, weighted.y, weighted.z, weighted.w);
+        store_matrices(to + kPartBytes, up[i].x, up[i].y, up[i].z, up[i].w);
+        store_matrices(to + 2 * kPartBytes, weighted.x, weighted.y, weighted.z, weighted.w);
       }
-      if (chunk == count - 1) store_router_parts(rank, t, at, rows);
+      if (chunk == chunks(rank, t) - 1) store_router_parts(rank, s, t, rows);
       fence_proxy_async_shared();
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(&s.tiles.chunk_full[math.chunk.slot()]);
-      math.chunk.advance();
+      if (lane_index() == 0) mbarrier_arrive(math.stages.chunk_full(s.tiles));
       math.stages.advance();
     }
   }
 
+  // The two rows of which this thread has accumulators.
+  __device__ static __forceinline__ int32_t first_row() { return thread_index() / 32 * 16 + lane_index() / 4; }
+  __device__ static __forceinline__ void find_rows(const Rank& rank, Shared& s, const Task& t, Row (&rows)[2]) {
+    const int32_t real_rows = s.schedule.plan.real_rows(t.block);
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      const int32_t row = first_row() + 8 * i;
+      rows[i].real = row < real_rows;
+      rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + ring_row(s, t.block) + row) : 0.f;
+      rows[i].dot = 0.f;
+    }
+  }
   // Four lanes share a row.
-  __device__ static __forceinline__ void store_router_parts(const Rank& rank, const Task& t, int64_t at,
+  __device__ static __forceinline__ void store_router_parts(const Rank& rank, Shared& s, const Task& t,
                                                             const Row (&rows)[2]) {
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       float dot = rows[i].dot;
       dot += __shfl_xor_sync(0xffffffff, dot, 1);
       dot += __shfl_xor_sync(0xffffffff, dot, 2);
-      if (thread_index() % 4 == 0) rank.router_parts[(at + 8 * i) * rank.tiles.hidden_grad + t.part] = dot;
+      const int64_t row = ring_row(s, t.block) + first_row() + 8 * i;
+      if (lane_index() % 4 == 0) rank.router_parts[row * rank.tiles.hidden_grad + t.part] = dot;
     }
   }
 
@@ -320,41 +340,44 @@ struct Backward {
   // ---- Stores.
 
   __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena, const Task& t,
-                                               int32_t group, StoreSide& side) {
+                                               StoreSide& side) {
     const Plan& plan = s.schedule.plan;
     switch (t.kind) {
-      case TaskKind::gate_up: return store_nothing(side);
+      case TaskKind::gate_up:
+        return store_nothing(s, side);
       case TaskKind::hidden_grad:
-        if (group == 0 && lane_index() == 0) store_chunks(rank, s, t, side);
+        if (lane_index() == 0) store_chunks(rank, s, t, side);
         return;
       case TaskKind::row_grad:
-        push_rows(rank, plan, arena, t, group, side);
-        if (t.part == 0) push_router_grads(rank, plan, arena, t, group);
+        push_rows(rank, plan, arena, t, s, side);
+        if (t.part == 0) push_router_grads(rank, plan, arena, t);
         return;
       default:
-        if (plan.ends_later(t.macrobatch, t.expert)) return store_nothing(side);
-        return store_weight_grad(rank, t, group, side);
+        if (plan.ends_later(t.macrobatch, t.expert)) return store_nothing(s, side);
+        return store_weight_grad(rank, s, t, side);
     }
   }
 
   // The math warps have stored by themselves.
-  __device__ static __forceinline__ void store_nothing(StoreSide& side) {
-    side.acquire();
-    side.release();
+  __device__ static __forceinline__ void store_nothing(Shared& s, StoreSide& side) {
+    for (int32_t group = 0; group < 2; ++group) {
+      side.acquire(s.tiles, group);
+      side.release(s.tiles, group);
+    }
+    side.advance();
   }
 
   // One lane stores each chunk's three parts and gives its stage back for the math warps.
   __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const Task& t, StoreSide& side) {
-    const int32_t row = ring_row(s, t.block), before = steps(rank.shape.hidden), count = chunks(rank, t);
+    const int32_t row = ring_row(s, t.block), before = Dgrad::count(rank.shape.hidden) * Dgrad::kStagesOfStep,
+                  count = chunks(rank, t);
     for (int32_t chunk = 0; chunk < count; ++chunk) {
-      mbarrier_wait(&s.tiles.chunk_full[side.chunk.slot()], side.chunk.parity());
-      side.chunk.advance();
-      const int32_t slot = side.stage_after(before + chunk);
+      const int32_t slot = side.wait_chunk(s.tiles, before + chunk);
       const uint8_t* stage = s.tiles.stages[slot];
       const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
-      tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, row);
-      tensor_store_3d(&rank.gate_up_grads_128, stage + kLeftBytes, column, 1, row);
-      tensor_store_2d(&rank.hidden_128, stage + 2 * kLeftBytes, column, row);
+      tensor_store_3d(&rank.gate_up_grads_chunk, stage, column, 0, row);
+      tensor_store_3d(&rank.gate_up_grads_chunk, stage + kPartBytes, column, 1, row);
+      tensor_store_2d(&rank.hidden_chunk, stage + 2 * kPartBytes, column, row);
       bulk_commit();
       bulk_wait_read<0>();
       mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps);
@@ -363,9 +386,8 @@ struct Backward {
 
   // The router gradient of each row: its parts, added in order of columns.
   __device__ static __forceinline__ void push_router_grads(const Rank& rank, const Plan& plan, const DeviceArena& arena,
-                                                           const Task& t, int32_t group) {
-    for (int32_t i = group * kGroupRows + lane_index(); i < (group + 1) * kGroupRows; i += 32) {
-      if (i >= plan.real_rows(t.block)) continue;
+                                                           const Task& t) {
+    for (int32_t i = lane_index(); i < plan.real_rows(t.block); i += 32) {
       const float* parts = rank.router_parts + (plan.ring_block(t.block) * kRowBlock + i) * rank.tiles.hidden_grad;
       float sum = 0.f;
       for (int32_t part = 0; part < rank.tiles.hidden_grad; ++part) sum += __ldcg(parts + part);
@@ -374,22 +396,24 @@ struct Backward {
     }
   }
 
-  // The tile's part of one warpgroup, clipped at the matrix's edges.
-  __device__ static __forceinline__ void store_weight_grad(const Rank& rank, const Task& t, int32_t group,
+  // Boxes of 64 rows, clipped at the matrix's edges; in f32 the tile comes in two halves.
+  __device__ static __forceinline__ void store_weight_grad(const Rank& rank, Shared& s, const Task& t,
                                                            StoreSide& side) {
     const WeightTile tile(rank.shape, t.part);
-    const CUtensorMap* map = tile.matrix == 0 ? &rank.wi_0_grad_64 : tile.matrix == 1 ? &rank.wi_1_grad_64
-                                                                                       : &rank.wo_grad_64;
+    const CUtensorMap* map = tile.matrix == 0   ? &rank.wi_0_grad_64
+                             : tile.matrix == 1 ? &rank.wi_1_grad_64
+                                                : &rank.wo_grad_64;
     const int32_t box_columns = rank.grads_in_f32 ? kBoxColumns / 2 : kBoxColumns;
-    for (int32_t column = tile.column; column < tile.column + kTileColumns; column += 4 * box_columns) {
-      const uint8_t* staged = side.acquire();
-      if (lane_index() == 0) {
-#pragma unroll
-        for (int32_t i = 0; i < 4; ++i) {
-          tensor_store_3d(map, staged + i * kStagingBox, column + i * box_columns, tile.row + group * kGroupRows, t.expert);
+    for (int32_t first = 0; first < kTileColumns; first += 4 * box_columns) {
+      for (int32_t group = 0; group < 2; ++group) {
+        const uint8_t* staged = side.acquire(s.tiles, group);
+        if (lane_index() < 4) {
+          const int32_t column = tile.column + first + lane_index() * box_columns;
+          tensor_store_3d(map, staged + lane_index() * kStagingBox, column, tile.row + group * kGroupRows, t.expert);
         }
+        side.release(s.tiles, group);
       }
-      side.release();
+      side.advance();
     }
   }
 

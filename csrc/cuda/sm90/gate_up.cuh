@@ -2,9 +2,9 @@
 // column and its up column, so SwiGLU needs no interleaved weights. The forward's tile, and the backward's replay.
 //
 // Pre-activations are kept in the order of registers: [ring block][tile][4 chunks of 32 columns][gate, up][8 warps]
-// [2 vectors][32 lanes][8 bf16]. The backward's hidden_grad tile holds the same elements in the same threads. A chunk is
-// contiguous, and the 1,024 bytes of a warp's gate (or up) are as many as its rows take in a stage, so that results can
-// replace them in place.
+// [2 vectors][32 lanes][8 bf16]. The backward's hidden_grad tile holds the same elements in the same threads. A chunk
+// is contiguous, and the 1,024 bytes of a warp's gate (or up) are as many as its rows take in a stage, so that results
+// can replace them in place.
 #pragma once
 
 #include "cuda/sm90/megakernel.cuh"
@@ -14,6 +14,8 @@ namespace mok::cuda::sm90 {
 inline constexpr int32_t kChunkColumns = 32;
 inline constexpr int32_t kChunkElements = static_cast<int32_t>(kRowBlock) * kChunkColumns * 2;  // gate and up
 inline constexpr int32_t kTileChunks = kGateUpColumns / kChunkColumns;
+
+inline constexpr float kInfinity = __builtin_huge_valf();
 
 // The first chunk of a tile.
 __device__ __forceinline__ bf16* pre_activation_tile(bf16* pre_activations, const Rank& rank, const Plan& plan,
@@ -25,26 +27,25 @@ __device__ __forceinline__ bf16* pre_activation_tile(bf16* pre_activations, cons
 // This thread's first vector of a warp's gate.
 __device__ __forceinline__ int32_t fragment_offset() { return thread_index() / 32 * 512 + lane_index() * 8; }
 
-// R has rows_128, wi_0_32, wi_1_32.
-template <class R, class Between>
-__device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const Task& t, Stages& stages,
-                                             const Between& between) {
-  const int32_t steps = static_cast<int32_t>(ceil_div(rank.shape.hidden, kTileDepth));
+// R has rows_128, wi_0_n, wi_1_n.
+template <class R>
+__device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const Task& t, Stages& stages) {
+  using S = Step<Layout::activations_weights>;
+  const int32_t steps = S::count(rank.shape.hidden);
   const int32_t row = s.schedule.plan.ring_block(t.block) * static_cast<int32_t>(kRowBlock);
   const int32_t column = t.part * kGateUpColumns, expert = t.expert;
   for (int32_t step = 0; step < steps; ++step) {
-    between(step);
-    const int32_t k = step * kTileDepth;
-    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
+    const int32_t k = step * S::kDepth;
+    uint8_t* stage = stages.acquire<S::kStagesOfStep>(s.tiles, S::kBytes);
     uint64_t* full = stages.full(s.tiles);
-    uint8_t* right = stage + kLeftBytes;
     tensor_load_2d(stage, &rank.rows_128, k, row, full);
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
-      tensor_load_3d(right + i * kBoxBytes, &rank.wi_0_32, column + i * kBoxColumns, k, expert, full);
-      tensor_load_3d(right + (i + 2) * kBoxBytes, &rank.wi_1_32, column + i * kBoxColumns, k, expert, full);
+      uint8_t* right = stage + S::kRight + i * S::kBoxBytes;
+      tensor_load_3d(right, &rank.wi_0_n, column + i * kBoxColumns, k, expert, full);
+      tensor_load_3d(right + 2 * S::kBoxBytes, &rank.wi_1_n, column + i * kBoxColumns, k, expert, full);
     }
-    stages.advance();
+    stages.advance<S::kStagesOfStep>();
   }
 }
 
@@ -58,17 +59,32 @@ __device__ __forceinline__ void store_pre_activations(const Accumulators& acc, b
 #pragma unroll
       for (int32_t v = 0; v < 2; ++v) {
         const float* a = acc + half * kAccumulators / 2 + chunk * 16 + v * 8;
-        const uint4 packed = {pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7])};
+        const uint4 packed = {pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
+                              pack_bf16(a[6], a[7])};
         *reinterpret_cast<uint4*>(to + chunk * kChunkElements + half * kChunkElements / 2 + v * 256) = packed;
       }
     }
   }
 }
 
-__device__ __forceinline__ float clamp_gate(float gate, float limit) { return gate > limit ? limit : gate; }
+// 1 / (1 + exp(-x)); exp and the reciprocal are the hardware's, good to about 2 units in the last place.
+__device__ __forceinline__ float sigmoid(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -1.4426950408889634f)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(1.f, e)));
+  return r;
+}
+
+// The clamps of an activation limit; without one they cost nothing.
+template <bool kLimited>
+__device__ __forceinline__ float clamp_gate(float gate, float limit) {
+  return kLimited && gate > limit ? limit : gate;
+}
+template <bool kLimited>
 __device__ __forceinline__ float clamp_up(float up, float limit) {
+  if (!kLimited) return up;
   return up > limit ? limit : up < -limit ? -limit : up;
 }
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+__device__ __forceinline__ bool is_limited(const Rank& rank) { return rank.activation_limit < kInfinity; }
 
 }  // namespace mok::cuda::sm90

@@ -3,11 +3,11 @@
 // CTAs take their roles in the order in which they arrive. What the tasks of a direction are is in forward.cu and
 // backward.cu, as a Work:
 //   using Rank           its arguments
-//   stages(rank, plan, task)  how many stages the producer loads
-//   load(rank, s, task, stages, between)  loads them, and calls between(step) before each
+//   stages(rank, plan, task)           how many stages the producer loads
+//   load(rank, s, task, stages)        loads them
 //   compute(rank, s, task, math)       by all math warps
-//   store(rank, s, task, group, side)  by the store warp of a warpgroup; what it stored is complete when it returns
-//   kStoresHalves(task)  how many store warps store
+//   store(rank, s, arena, task, side)  by the store warp
+//   spoil(rank)                        makes results NaN, after a failure
 #pragma once
 
 #include "cuda/communicate.cuh"
@@ -17,9 +17,10 @@
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kMathWarps = 8, kProducerWarp = 8, kFirstStoreWarp = 9, kCommunicationWarp = 11, kWarps = 12;
-inline constexpr int32_t kThreads = kWarps * 32;
-inline constexpr int32_t kQueue = 3;
+inline constexpr int32_t kMathWarps = 8, kSchedulerWarp = 8, kProducerWarp = 9, kStoreWarp = 10,
+                         kCommunicationWarp = 11;
+inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
+inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
 
 struct Shared {
@@ -28,49 +29,53 @@ struct Shared {
   Schedule schedule;
   Task queue[kQueue];
   uint64_t queue_full[kQueue], queue_empty[kQueue];
-  int32_t halves[kQueue];  // store warps that are done with the task
-  int64_t call;            // this one's number
+  int64_t call;  // this one's number
   int32_t here, arrival, last;
 };
 static_assert(sizeof(Shared) <= 232448);
 static_assert(kWarps * sizeof(PullBuffer) <= sizeof(TileMemory));
 
-// ---- The producer: one lane.
+// ---- The scheduler: one lane. Tasks that it has claimed wait in order; only their loads wait for them.
 
-// Claims the next compute task into its place in the queue, once whoever had that place has left it.
 template <class R>
-__device__ __forceinline__ void claim(const R& rank, Shared& s, Turn<kQueue> turn) {
-  mbarrier_wait(&s.queue_empty[turn.slot()], turn.parity() ^ 1);
-  const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().compute_ticket), 1ull);
-  if (ticket < s.schedule.compute.tasks) {
-    write_task(rank, s.schedule.plan, s.schedule.compute, ticket, s.queue[turn.slot()]);
-  } else {
-    s.queue[turn.slot()].kind = kStop;
+__device__ __forceinline__ void schedule(const R& rank, Shared& s) {
+  const CounterMap map(s.schedule.plan);
+  const int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
+  for (Turn<kQueue> turn;; turn.advance()) {
+    mbarrier_wait(&s.queue_empty[turn.slot()], turn.parity() ^ 1);
+    Task& task = s.queue[turn.slot()];
+    const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().compute_ticket), 1ull);
+    task.kind = kStop;
+    if (ticket < s.schedule.compute.tasks) {
+      write_task(rank, s.schedule.plan, s.schedule.compute, ticket, task);
+      if (!wait_for_task(rank, map, counters, task)) task.kind = kStop;
+    }
+    mbarrier_arrive(&s.queue_full[turn.slot()]);
+    if (task.kind == kStop) return;
   }
 }
 
+// Calls work(task) for every task of the queue, by a whole warp.
+template <class Step>
+__device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
+  for (Turn<kQueue> turn;; turn.advance()) {
+    mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
+    const Task& task = s.queue[turn.slot()];
+    if (task.kind == kStop) return;
+    work(task);
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+  }
+}
+
+// ---- The producer: one lane.
+
 template <class Work>
 __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
-  const CounterMap map(s.schedule.plan);
-  const int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   Stages stages;
-  Turn<kQueue> turn;
-  claim(rank, s, turn);
-  while (true) {
-    Task& task = s.queue[turn.slot()];
-    if (task.kind != kStop && !wait_for_task(rank, map, counters, task)) task.kind = kStop;
-    mbarrier_arrive(&s.queue_full[turn.slot()]);
-    if (task.kind == kStop) return;
-    Turn<kQueue> next = turn;
-    next.advance();
-    // The next task is found while the stages of this one are full, so that finding it costs nothing.
-    const int32_t stages_of_task = Work::stages(rank, s.schedule.plan, task);
-    Work::load(rank, s, task, stages, [&](int32_t step) {
-      if (step == stages_of_task / 2) claim(rank, s, next);
-    });
-    if (stages_of_task == 0) claim(rank, s, next);
-    turn = next;
-  }
+  for_each_task(s, [&](const Task& task) {
+    if (lane_index() == 0) Work::load(rank, s, task, stages);
+  });
 }
 
 // ---- Math warpgroups.
@@ -79,7 +84,6 @@ __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared&
 struct Math {
   Stages stages;
   Staging staging;
-  Turn<kChunks> chunk;
 
   // Accumulators live no longer than their task: registers that survived it would be copied around each product.
   template <Layout layout, bool kAccumulate = false>
@@ -105,58 +109,44 @@ struct Math {
 template <class Work>
 __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
   Math math;
-  for (Turn<kQueue> turn;; turn.advance()) {
-    mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
-    const Task& task = s.queue[turn.slot()];
-    if (task.kind == kStop) return;
-    Work::compute(rank, s, task, math);
-    __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
-  }
+  for_each_task(s, [&](const Task& task) { Work::compute(rank, s, task, math); });
 }
 
-// ---- Store warps: one a warpgroup.
+// ---- The store warp.
 
 // Each row of the tile goes straight to its slot at its source.
 __device__ __forceinline__ void push_rows(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                          int32_t group, StoreSide& side) {
+                                          Shared& s, StoreSide& side) {
   const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
-  const RowSource* table = rank.row_table + t.block * kRowBlock + group * kGroupRows;
-  const int32_t count = smaller(kGroupRows, plan.real_rows(t.block) - group * kGroupRows);
   const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
-  const uint8_t* staged = side.acquire();
-  for (int32_t i = lane_index(); i < count; i += 32) {
-    const RowSource to = table[i];
-    bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
-    bulk_store(slot, staged + i * kStagingPitch, bytes);
+  const int32_t count = plan.real_rows(t.block);
+  for (int32_t group = 0; group < 2; ++group) {
+    const uint8_t* staged = side.acquire(s.tiles, group);
+    for (int32_t i = lane_index(); i < smaller(kGroupRows, count - group * kGroupRows); i += 32) {
+      const RowSource to = rank.row_table[t.block * kRowBlock + group * kGroupRows + i];
+      bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
+      bulk_store(slot, staged + i * kStagingPitch, bytes);
+    }
+    side.release(s.tiles, group);
   }
-  side.release();
+  side.advance();
 }
 
 template <class Work>
-__device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s, int32_t group) {
+__device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s) {
   const DeviceArena arena(rank.shape);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
-  StoreSide side(s.tiles, group);
-  for (Turn<kQueue> turn;; turn.advance()) {
-    mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
-    const Task& task = s.queue[turn.slot()];
-    if (task.kind == kStop) return;
+  StoreSide side;
+  for_each_task(s, [&](const Task& task) {
     if (task.kind != TaskKind::reduce) {
-      Work::store(rank, s, arena, task, group, side);
+      Work::store(rank, s, arena, task, side);
       bulk_wait_all();
       fence_proxy_async();
       __syncwarp();
-      // Whichever of the two is done second signals for both.
-      if (lane_index() == 0 && add_acq_rel_shared(&s.halves[turn.slot()], 1) == 1) {
-        s.halves[turn.slot()] = 0;
-        signal(task, counters);
-      }
+      if (lane_index() == 0) signal(task, counters);
     }
     side.skip(Work::stages(rank, s.schedule.plan, task));
-    __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
-  }
+  });
 }
 
 // ---- The CTA.
@@ -170,10 +160,12 @@ __device__ __forceinline__ void run_compute_cta(const typename Work::Rank& rank,
     return;
   }
   give_registers<kServiceRegisters>();
-  if (warp == kProducerWarp) {
-    if (lane_index() == 0) produce<Work>(rank, s);
-  } else if (warp != kCommunicationWarp) {
-    store<Work>(rank, s, warp - kFirstStoreWarp);
+  if (warp == kSchedulerWarp) {
+    if (lane_index() == 0) schedule(rank, s);
+  } else if (warp == kProducerWarp) {
+    produce<Work>(rank, s);
+  } else if (warp == kStoreWarp) {
+    store<Work>(rank, s);
   } else if (communicates) {
     communicate(rank, s.schedule.plan, s.schedule.communication, s.pull);
   }
@@ -188,8 +180,7 @@ __device__ __forceinline__ bool is_communication_cta(const Launch<R>& launch, in
 __device__ __forceinline__ void initialise(Shared& s) {
   for (int32_t i = 0; i < kQueue; ++i) {
     mbarrier_init(&s.queue_full[i], 1);
-    mbarrier_init(&s.queue_empty[i], kMathWarps + 2);
-    s.halves[i] = 0;
+    mbarrier_init(&s.queue_empty[i], kMathWarps + 2);  // and producer and store warp
   }
   s.tiles.initialise();
   fence_mbarrier_init();

@@ -1,8 +1,10 @@
-// The matrix product of one tile on Hopper: 128 rows x 256 columns, K in steps of 32, a ring of stages between the
-// producer and two math warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warps.
+// The matrix product of one tile on Hopper: 128 rows x 256 columns, a ring of stages between the producer and two math
+// warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warp.
 //
-// Stages are small so that many are on their way: a stage's load takes about 1,500 cycles from the moment its place is
-// free, and there are (kStages - 1) * 512 cycles of products until it is needed.
+// A stage is 32 deep, so that many are on their way: its load takes about 1,500 cycles from the moment its place is
+// free. Operands whose K is contiguous are read in rows of 64 K, since the copy engine is limited by requests and half
+// as many bytes would take as long; where both operands are so, a step is two neighbouring stages. Every task uses an
+// even number of stages.
 #pragma once
 
 #include "cuda/sm90/wgmma.cuh"
@@ -10,33 +12,52 @@
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kTileDepth = 32, kGroupRows = 64;
+inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kGroupRows = 64;
 inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
-inline constexpr int32_t kBoxColumns = 64;                           // of a transposed operand: 128 bytes
-inline constexpr int32_t kBoxBytes = kTileDepth * kBoxColumns * 2;   // also a warpgroup's part of the left operand
-inline constexpr int32_t kLeftBytes = static_cast<int32_t>(kRowBlock) * kTileDepth * 2;
-inline constexpr int32_t kRightBytes = kTileColumns * kTileDepth * 2;
-inline constexpr int32_t kStageBytes = kLeftBytes + kRightBytes;
+inline constexpr int32_t kStageDepth = 32;
+inline constexpr int32_t kStageBytes = (static_cast<int32_t>(kRowBlock) + kTileColumns) * kStageDepth * 2;
 inline constexpr int32_t kStages = 6;
-inline constexpr int32_t kChunks = kStages;  // as many as stages, so that math warps are never a whole phase ahead
+inline constexpr int32_t kBoxColumns = 64;                       // of a transposed operand: 128 bytes
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
 inline constexpr int32_t kStagingBox = kGroupRows * 128;         // bytes: 64 rows of 128, in the 128-byte swizzle
 inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
+
+// Which dimension of the operands is contiguous: K, or (transposed) the other one.
+enum class Layout { activations_weights, activations_weights_k, both_transposed };  // K-major left, unless both
+
+// How a step of a product lies in its stages: the left operand, then the right one.
+template <Layout layout>
+struct Step {
+#ifdef MOK_PAIR_ALL
+  static constexpr int32_t kStagesOfStep = layout == Layout::both_transposed ? 1 : 2;
+#else
+  static constexpr int32_t kStagesOfStep = layout == Layout::activations_weights_k ? 2 : 1;
+#endif
+  static constexpr int32_t kDepth = kStagesOfStep * kStageDepth;
+  static constexpr int32_t kBytes = kStagesOfStep * kStageBytes;
+  static constexpr int32_t kBoxBytes = kDepth * kBoxColumns * 2;   // of a transposed operand
+  static constexpr int32_t kGroupBytes = kGroupRows * kDepth * 2;  // a warpgroup's part of the left operand
+  static constexpr int32_t kRight = 2 * kGroupBytes;               // where the right operand begins
+  // Steps of a product of this depth, such that stages are even in number.
+  __device__ static __forceinline__ int32_t count(int64_t depth) {
+    return static_cast<int32_t>(ceil_div(depth, 2 * kStageDepth)) * (2 / kStagesOfStep);
+  }
+};
 
 struct TileMemory {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
   alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
-  uint64_t chunk_full[kChunks];  // an epilogue's chunk of a stage is ready to be stored
+  uint64_t chunk_full[kStages];  // what an epilogue has left in the stage is ready to be stored
 
   __device__ void initialise() {
     for (int32_t i = 0; i < kStages; ++i) {
       mbarrier_init(&stage_full[i], 1);
       mbarrier_init(&stage_empty[i], 8);  // one arrival a math warp
+      mbarrier_init(&chunk_full[i], 8);
     }
-    for (int32_t i = 0; i < kChunks; ++i) mbarrier_init(&chunk_full[i], 8);
     for (int32_t i = 0; i < 2; ++i) {
       mbarrier_init(&staging_full[i], 128);
       mbarrier_init(&staging_empty[i], 1);
@@ -50,7 +71,10 @@ class Turn {
  public:
   __device__ __forceinline__ int32_t slot() const { return state_ >> 1; }
   __device__ __forceinline__ uint32_t parity() const { return state_ & 1; }
-  __device__ __forceinline__ void advance() { state_ = state_ >> 1 == size - 1 ? (state_ & 1) ^ 1 : state_ + 2; }
+  template <int32_t count = 1>  // a divisor of size; the position must be a multiple of it
+  __device__ __forceinline__ void advance() {
+    state_ = state_ >> 1 == size - count ? (state_ & 1) ^ 1 : state_ + 2 * count;
+  }
 
  private:
   int32_t state_ = 0;
@@ -59,40 +83,47 @@ class Turn {
 // A side's position in the ring of stages.
 class Stages {
  public:
-  // Producer: waits until the stage is free, and announces its bytes.
+  // Producer: waits until the next `count` stages are free, and announces the bytes that will come into them.
+  template <int32_t count = 1>
   __device__ __forceinline__ uint8_t* acquire(TileMemory& m, uint32_t bytes) {
-    mbarrier_wait(&m.stage_empty[turn_.slot()], turn_.parity() ^ 1);
-    mbarrier_arrive_expect(&m.stage_full[turn_.slot()], bytes);
-    return m.stages[turn_.slot()];
+    const int32_t slot = turn_.slot();
+#pragma unroll
+    for (int32_t i = 0; i < count; ++i) mbarrier_wait(&m.stage_empty[slot + i], turn_.parity() ^ 1);
+    mbarrier_arrive_expect(&m.stage_full[slot], bytes);
+#pragma unroll
+    for (int32_t i = 1; i < count; ++i) mbarrier_arrive(&m.stage_full[slot + i]);
+    return m.stages[slot];
   }
   __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.slot()]; }
-  // Math: waits until the stage is loaded.
+  // Math: waits until the stage, or the step that begins with it, is loaded.
   __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
     mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
     return shared_address(m.stages[turn_.slot()]);
   }
   __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[turn_.slot()]; }
-  __device__ __forceinline__ void advance() { turn_.advance(); }
+  // Math: what an epilogue has left in the stage is to be stored, which gives the stage back.
+  __device__ __forceinline__ uint64_t* chunk_full(TileMemory& m) { return &m.chunk_full[turn_.slot()]; }
+  template <int32_t count = 1>
+  __device__ __forceinline__ void advance() {
+    turn_.template advance<count>();
+  }
 
  private:
   Turn<kStages> turn_;
 };
 
-// Which dimension of the operands is contiguous: K, or (transposed) the other one.
-enum class Layout { activations_weights, activations_weights_k, both_transposed };  // K-major left, unless both
-
-// One stage: acc [64, 256] += left[group] [64, 32] @ right [32, 256]; without kAccumulate the sum begins anew.
+// One step: acc [64, 256] += left[group] [64, depth] @ right [depth, 256]; without kAccumulate the sum begins anew.
 template <Layout layout, bool kAccumulate>
-__device__ __forceinline__ void multiply_stage(Accumulators& acc, uint32_t stage, int32_t group) {
+__device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage, int32_t group) {
+  using S = Step<layout>;
   constexpr bool kLeftTransposed = layout == Layout::both_transposed;
   constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
-  // Either way a warpgroup's part of the left operand is one box.
-  const uint32_t left_address = stage + group * kBoxBytes, right_address = stage + kLeftBytes;
-  const uint64_t left = kLeftTransposed ? mn_major(left_address) : k_major(left_address);
-  const uint64_t right = kRightTransposed ? mn_major(right_address) : k_major(right_address);
+  const uint32_t left_address = stage + group * S::kGroupBytes, right_address = stage + S::kRight;
+  const uint64_t left = kLeftTransposed ? mn_major<S::kDepth>(left_address) : k_major<S::kDepth>(left_address);
+  const uint64_t right = kRightTransposed ? mn_major<S::kDepth>(right_address) : k_major<S::kDepth>(right_address);
   wgmma_fence();
 #pragma unroll
-  for (int32_t k = 0; k < kTileDepth / 16; ++k) {
+  for (int32_t k = 0; k < S::kDepth / 16; ++k) {
     wgmma_64x256x16<kLeftTransposed, kRightTransposed>(acc, left + k * (kLeftTransposed ? kMnMajorStep : kKMajorStep),
                                                        right + k * (kRightTransposed ? kMnMajorStep : kKMajorStep),
                                                        kAccumulate || k > 0);
@@ -100,24 +131,30 @@ __device__ __forceinline__ void multiply_stage(Accumulators& acc, uint32_t stage
   wgmma_commit();
 }
 
-// acc = (kAccumulate ? acc : 0) + the product over `steps` stages. A stage is given back when the next one's products
-// are under way.
+// acc = (kAccumulate ? acc : 0) + the product over `steps` steps. A step's stages are given back when the next one's
+// products are under way.
 template <Layout layout, bool kAccumulate>
 __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps,
                                          Stages& stages) {
+  constexpr int32_t kStagesOfStep = Step<layout>::kStagesOfStep;
   const bool elected = lane_index() == 0;
-  multiply_stage<layout, kAccumulate>(acc, stages.wait_full(m), group);
+  const auto give_back = [&](uint64_t* empty) {
+    if (!elected) return;
+#pragma unroll
+    for (int32_t i = 0; i < kStagesOfStep; ++i) mbarrier_arrive(empty + i);
+  };
+  multiply_step<layout, kAccumulate>(acc, stages.wait_full(m), group);
   uint64_t* previous = stages.empty(m);
-  stages.advance();
+  stages.advance<kStagesOfStep>();
   for (int32_t step = 1; step < steps; ++step) {
-    multiply_stage<layout, true>(acc, stages.wait_full(m), group);
+    multiply_step<layout, true>(acc, stages.wait_full(m), group);
     wgmma_wait<1>();
-    if (elected) mbarrier_arrive(previous);
+    give_back(previous);
     previous = stages.empty(m);
-    stages.advance();
+    stages.advance<kStagesOfStep>();
   }
   wgmma_wait<0>();
-  if (elected) mbarrier_arrive(previous);
+  give_back(previous);
 }
 
 // A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32), in one of two layouts. Keeps nothing
@@ -174,34 +211,34 @@ class Staging {
   uint32_t parity_ = 0;
 };
 
-// The store warp's side.
+// The store warp's side: the staging areas of both warpgroups, filled and emptied alike.
 class StoreSide {
  public:
-  __device__ StoreSide(TileMemory& m, int32_t group)
-      : full_(&m.staging_full[group]), empty_(&m.staging_empty[group]), data_(m.staging[group]) {}
-  __device__ __forceinline__ const uint8_t* acquire() {
-    mbarrier_wait(full_, parity_);
-    return data_;
+  __device__ __forceinline__ const uint8_t* acquire(TileMemory& m, int32_t group) {
+    mbarrier_wait(&m.staging_full[group], parity_);
+    return m.staging[group];
   }
   // After this warp's bulk stores from the area have been issued.
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void release(TileMemory& m, int32_t group) {
     bulk_commit();
     bulk_wait_read<0>();
     __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(empty_);
-    parity_ ^= 1;
+    if (lane_index() == 0) mbarrier_arrive(&m.staging_empty[group]);
   }
+  __device__ __forceinline__ void advance() { parity_ ^= 1; }
 
-  // Stages pass by the store warps, which see only those that an epilogue fills: `stage_after(n)` is the slot of the
-  // n-th stage of the current task, skip(n) leaves a task's n stages behind.
-  __device__ __forceinline__ int32_t stage_after(int32_t n) const { return (stage_ + n) % kStages; }
-  __device__ __forceinline__ void skip(int32_t n) { stage_ = stage_after(n); }
-  Turn<kChunks> chunk;
+  // Stages pass by the store warp, which sees only those that an epilogue leaves to it: stage n of the current task.
+  // skip(n) leaves a task's n stages behind.
+  __device__ __forceinline__ int32_t wait_chunk(TileMemory& m, int32_t n) {
+    const int32_t slot = (stage_ + n) % kStages;
+    mbarrier_wait(&m.chunk_full[slot], chunk_parities_ >> slot & 1);
+    chunk_parities_ ^= 1u << slot;
+    return slot;
+  }
+  __device__ __forceinline__ void skip(int32_t n) { stage_ = (stage_ + n) % kStages; }
 
  private:
-  uint64_t *full_, *empty_;
-  const uint8_t* data_;
-  uint32_t parity_ = 0;
+  uint32_t parity_ = 0, chunk_parities_ = 0;
   int32_t stage_ = 0;
 };
 
