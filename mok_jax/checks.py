@@ -9,6 +9,9 @@ import numpy as np
 
 from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
 
+GPU_TOP_K_LIMIT = 48
+"""Experts per token: the reduce holds 256 columns of all of a token's slots in 24 KB (``csrc/cuda/sm90/reduce.cuh``)."""
+
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
     """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
@@ -140,7 +143,7 @@ def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_exp
         )
 
 
-def check_gpu(x, wi_0, devices: int) -> None:
+def check_gpu(x, expert_ids, wi_0, devices: int) -> None:
     """Checks what the kernels for GPUs demand; known when a program is lowered for one."""
     if x.dtype != jnp.bfloat16:
         raise TypeError(
@@ -153,6 +156,10 @@ def check_gpu(x, wi_0, devices: int) -> None:
                 f"{name}, of {argument}, is {size}; on GPUs it must be a multiple of 8, and the nearest legal value is "
                 f"{max(8, round(size / 8) * 8)}"
             )
+    if expert_ids.shape[1] > GPU_TOP_K_LIMIT:
+        raise ValueError(
+            f"K, of expert_ids, is {expert_ids.shape[1]}; on GPUs the nearest legal value is {GPU_TOP_K_LIMIT}"
+        )
     if devices > 1:
         raise NotImplementedError(
             f'axis_name names {devices} devices; on GPUs implementation="megakernel" runs on one so far: '

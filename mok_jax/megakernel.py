@@ -303,7 +303,7 @@ def _lower(target, platform, ctx, *operands, call):
     if platform == "cpu":
         native.register_cpu_targets()
     else:
-        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[3], call.ranks // call.virtual_ranks)
+        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[3], call.ranks // call.virtual_ranks)
         native.register_cuda_targets()
     if target == "mok_backward":
         ctx, operands = _complete_residuals(ctx, operands)

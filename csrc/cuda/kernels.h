@@ -15,12 +15,6 @@ const void* backward_kernel();
 int64_t shared_bytes();
 int32_t threads();
 TileCounts tile_counts(const Shape& shape);
-
-// How deep a step of each kind of product is: what tensor maps' boxes go by.
-struct Depths {
-  int32_t forward, dgrad, wgrad;
-};
-Depths depths();
 }  // namespace sm90
 
 }  // namespace mok::cuda

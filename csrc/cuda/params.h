@@ -45,30 +45,29 @@ struct Rank {
   }
 };
 
-// Tensor maps. Names tell the boxes: _128 and _256 have K contiguous and as many rows, as wide as a step is deep; _n
-// are 64 columns of a transposed operand, as many rows as a step is deep; _64 are stored to, 64 rows of 128 bytes;
-// _chunk too, 128 rows of 64 bytes. The swizzle is as wide as the box. Gradients of gate and up side by side are
-// [ring_rows, 2, I], so that no box crosses from one into the other.
+// Tensor maps. Names tell the boxes: _128 and _256 are as many rows of 64 K; _64 are 64 rows of 128 bytes, read as a
+// transposed operand or stored to; _chunk are stored to, 128 rows of 64 bytes. The swizzle is as wide as the box.
+// Gradients of gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
 struct ForwardRank : Rank {
-  CUtensorMap rows_128, hidden_128;  // [ring_rows, H], [ring_rows, I]
-  CUtensorMap wi_0_n, wi_1_n, wo_n;  // [E_local, H, I] twice, [E_local, I, H]
+  CUtensorMap rows_128, hidden_128;     // [ring_rows, H], [ring_rows, I]
+  CUtensorMap wi_0_64, wi_1_64, wo_64;  // [E_local, H, I] twice, [E_local, I, H]
   CUtensorMap hidden_64;
   int32_t* bad_tokens;    // scalar
   bf16* pre_activations;  // of macrobatch 0, in the order of registers (see sm90/gate_up.cuh); null: not wanted
 };
 
 struct BackwardRank : Rank {
-  CUtensorMap rows_128, wi_0_n, wi_1_n;                                  // replay, as in the forward
-  CUtensorMap grads_128, wo_256;                                         // hidden_grad: [ring_rows, H]; [E_local, I, H]
-  CUtensorMap gate_up_grads_chunk, hidden_chunk;                         // its results
-  CUtensorMap gate_up_grads_128, wi_0_256, wi_1_256;                     // row_grad
-  CUtensorMap rows_n, saved_rows_n, grads_n, gate_up_grads_n, hidden_n;  // weight_grad
-  CUtensorMap wi_0_grad_64, wi_1_grad_64, wo_grad_64;                    // its results
-  bf16 *pre_activations, *saved_pre_activations;                         // replayed; a residual of macrobatch 0
-  bool saved_rows;                                                       // macrobatch 0's rows are a residual
-  float* row_weights;                                                    // [ring_rows]
-  bf16* grads;                                                           // [ring_rows, H], of dy
-  float* router_parts;                                                   // [ring_rows, hidden_grad tiles]
+  CUtensorMap rows_128, wi_0_64, wi_1_64;             // replay, as in the forward
+  CUtensorMap grads_128, wo_256;                      // hidden_grad: [ring_rows, H]; [E_local, I, H]
+  CUtensorMap gate_up_grads_chunk, hidden_chunk;      // its results
+  CUtensorMap gate_up_grads_128, wi_0_256, wi_1_256;  // row_grad
+  CUtensorMap rows_64, saved_rows_64, grads_64, gate_up_grads_64, hidden_64;  // weight_grad
+  CUtensorMap wi_0_grad_64, wi_1_grad_64, wo_grad_64;                         // its results
+  bf16 *pre_activations, *saved_pre_activations;                              // replayed; a residual of macrobatch 0
+  bool saved_rows;                                                            // macrobatch 0's rows are a residual
+  float* row_weights;                                                         // [ring_rows]
+  bf16* grads;                                                                // [ring_rows, H], of dy
+  float* router_parts;                                                        // [ring_rows, hidden_grad tiles]
   float* straddle;             // [weight_grad tiles, 128, 256], accumulators in the order of registers
   float* expert_weight_grads;  // [T, K]
   void *wi_0_grad, *wi_1_grad, *wo_grad;

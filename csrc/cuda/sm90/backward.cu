@@ -28,10 +28,6 @@ struct WeightTile {
 struct Backward {
   using Rank = BackwardRank;
 
-  using Replay = Step<Layout::activations_weights>;
-  using Dgrad = Step<Layout::activations_weights_k>;  // of hidden_grad and row_grad
-  using Wgrad = Step<Layout::both_transposed>;
-
   // Chunks of a hidden_grad tile that have columns; an even number.
   __device__ static __forceinline__ int32_t chunks(const Rank& rank, const Task& t) {
     const int64_t columns = smaller<int64_t>(kTileColumns, rank.shape.intermediate - t.part * kTileColumns);
@@ -40,26 +36,28 @@ struct Backward {
   // All rows of a piece but the padding of its last block beyond a whole step.
   __device__ static __forceinline__ int32_t weight_grad_steps(const Plan& plan, const Task& t) {
     if (t.blocks == 0) return 0;
-    return Wgrad::count(int64_t{t.blocks - 1} * kBlockRows + plan.real_rows(t.block + t.blocks - 1));
+    return steps_of(int64_t{t.blocks - 1} * kBlockRows + plan.real_rows(t.block + t.blocks - 1));
   }
   __device__ static __forceinline__ int32_t stages(const Rank& rank, const Plan& plan, const Task& t) {
     switch (t.kind) {
       case TaskKind::gate_up:
-        return Replay::count(rank.shape.hidden) * Replay::kStagesOfStep;
+        return steps_of(rank.shape.hidden) * kStagesOfStep;
       case TaskKind::hidden_grad:
-        return Dgrad::count(rank.shape.hidden) * Dgrad::kStagesOfStep + chunks(rank, t);
+        return steps_of(rank.shape.hidden) * kStagesOfStep + chunks(rank, t);
       case TaskKind::row_grad:
-        return 2 * Dgrad::count(rank.shape.intermediate) * Dgrad::kStagesOfStep;
+        return 2 * steps_of(rank.shape.intermediate) * kStagesOfStep;
       case TaskKind::weight_grad:
-        return weight_grad_steps(plan, t) * Wgrad::kStagesOfStep;
+        return weight_grad_steps(plan, t) * kStagesOfStep;
       default:
-        return 0;
+        return reduce_stages(rank, t.block);
     }
   }
 
   // ---- Loads.
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
+    if (t.kind == TaskKind::reduce) return load_slots(rank, s.tiles, t.block, stages);
+    if (lane_index() != 0) return;
     switch (t.kind) {
       case TaskKind::gate_up:
         return load_gate_up(rank, s, t, stages);
@@ -82,17 +80,17 @@ struct Backward {
   template <class Left>
   __device__ static __forceinline__ void load_dgrad_step(Shared& s, Stages& stages, const CUtensorMap* right, int32_t k,
                                                          int32_t column, int32_t expert, const Left& load_left) {
-    uint8_t* stage = stages.acquire<Dgrad::kStagesOfStep>(s.tiles, Dgrad::kBytes);
+    uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
     load_left(stage, stages.full(s.tiles));
-    tensor_load_3d(stage + Dgrad::kRight, right, k, column, expert, stages.full(s.tiles));
-    stages.advance<Dgrad::kStagesOfStep>();
+    tensor_load_3d(stage + kRight, right, k, column, expert, stages.full(s.tiles));
+    stages.advance<kStagesOfStep>();
   }
 
   __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    const int32_t count = Dgrad::count(rank.shape.hidden), row = ring_row(s, t.block);
+    const int32_t count = steps_of(rank.shape.hidden), row = ring_row(s, t.block);
     const int32_t column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
-      const int32_t k = step * Dgrad::kDepth;
+      const int32_t k = step * kStepDepth;
       load_dgrad_step(s, stages, &rank.wo_256, k, column, expert,
                       [&](uint8_t* stage, uint64_t* full) { tensor_load_2d(stage, &rank.grads_128, k, row, full); });
     }
@@ -108,12 +106,12 @@ struct Backward {
   }
 
   __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    const int32_t count = Dgrad::count(rank.shape.intermediate), row = ring_row(s, t.block);
+    const int32_t count = steps_of(rank.shape.intermediate), row = ring_row(s, t.block);
     const int32_t column = t.part * kTileColumns, expert = t.expert;
     for (int32_t which = 0; which < 2; ++which) {
       const CUtensorMap* weights = which ? &rank.wi_1_256 : &rank.wi_0_256;
       for (int32_t step = 0; step < count; ++step) {
-        const int32_t k = step * Dgrad::kDepth;
+        const int32_t k = step * kStepDepth;
         load_dgrad_step(s, stages, weights, k, column, expert, [&](uint8_t* stage, uint64_t* full) {
           tensor_load_3d(stage, &rank.gate_up_grads_128, k, which, row, full);
         });
@@ -122,30 +120,30 @@ struct Backward {
   }
 
   __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    constexpr int32_t kPerBlock = kBlockRows / Wgrad::kDepth;
+    constexpr int32_t kPerBlock = kBlockRows / kStepDepth;
     const WeightTile tile(rank.shape, t.part);
     const bool saved = t.macrobatch == 0 && rank.saved_rows;
-    const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_n : saved ? &rank.saved_rows_n : &rank.rows_n;
+    const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_64 : saved ? &rank.saved_rows_64 : &rank.rows_64;
     const int32_t count = weight_grad_steps(s.schedule.plan, t), block = t.block;
     int32_t row = 0;
-    for (int32_t step = 0; step < count; ++step, row += Wgrad::kDepth) {
+    for (int32_t step = 0; step < count; ++step, row += kStepDepth) {
       if (step % kPerBlock == 0) row = ring_row(s, block + step / kPerBlock);
-      uint8_t* stage = stages.acquire(s.tiles, Wgrad::kBytes);
+      uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
       uint64_t* full = stages.full(s.tiles);
 #pragma unroll
       for (int32_t i = 0; i < 2; ++i)
-        tensor_load_2d(stage + i * Wgrad::kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
+        tensor_load_2d(stage + i * kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
-        uint8_t* to = stage + Wgrad::kRight + i * Wgrad::kBoxBytes;
+        uint8_t* to = stage + kRight + i * kBoxBytes;
         const int32_t column = tile.column + i * kBoxColumns;
         if (tile.matrix == 2) {
-          tensor_load_2d(to, &rank.grads_n, column, row, full);
+          tensor_load_2d(to, &rank.grads_64, column, row, full);
         } else {
-          tensor_load_3d(to, &rank.gate_up_grads_n, column, tile.matrix, row, full);
+          tensor_load_3d(to, &rank.gate_up_grads_64, column, tile.matrix, row, full);
         }
       }
-      stages.advance();
+      stages.advance<kStagesOfStep>();
     }
   }
 
@@ -156,20 +154,20 @@ struct Backward {
     Accumulators acc;
     switch (t.kind) {
       case TaskKind::gate_up:
-        math.multiply<Layout::activations_weights>(acc, s, Replay::count(rank.shape.hidden));
+        math.multiply<Layout::activations_weights>(acc, s, steps_of(rank.shape.hidden));
         store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, plan, t.block, t.part));
         return math.stage_nothing(s);
       case TaskKind::hidden_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, Dgrad::count(rank.shape.hidden));
+        math.multiply<Layout::activations_weights_k>(acc, s, steps_of(rank.shape.hidden));
         if (is_limited(rank)) return through_swiglu<true>(acc, rank, s, t, math);
         return through_swiglu<false>(acc, rank, s, t, math);
       case TaskKind::row_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, 2 * Dgrad::count(rank.shape.intermediate));
+        math.multiply<Layout::activations_weights_k>(acc, s, 2 * steps_of(rank.shape.intermediate));
         return math.stage_rows(acc, s);
       case TaskKind::weight_grad:
         return compute_weight_grad(acc, rank, s, t, math);
       default:
-        reduce_tokens<false, 5>(rank, s.call, t.block, thread_index() / 32, kMathWarps);
+        reduce_tokens<false>(rank, s.call, t.block, s.tiles, math.stages);
         return collect_router_grads(rank, s.call, t.block, thread_index(), kMathWarps * 32);
     }
   }
@@ -369,8 +367,9 @@ struct Backward {
 
   // One lane stores each chunk's three parts and gives its stage back for the math warps.
   __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const Task& t, StoreSide& side) {
-    const int32_t row = ring_row(s, t.block), before = Dgrad::count(rank.shape.hidden) * Dgrad::kStagesOfStep,
+    const int32_t row = ring_row(s, t.block), before = steps_of(rank.shape.hidden) * kStagesOfStep,
                   count = chunks(rank, t);
+    int32_t previous = -1;  // whose stage is given back when the next one's store is under way
     for (int32_t chunk = 0; chunk < count; ++chunk) {
       const int32_t slot = side.wait_chunk(s.tiles, before + chunk);
       const uint8_t* stage = s.tiles.stages[slot];
@@ -379,9 +378,14 @@ struct Backward {
       tensor_store_3d(&rank.gate_up_grads_chunk, stage + kPartBytes, column, 1, row);
       tensor_store_2d(&rank.hidden_chunk, stage + 2 * kPartBytes, column, row);
       bulk_commit();
-      bulk_wait_read<0>();
-      mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps);
+      if (previous >= 0) {
+        bulk_wait_read<1>();
+        mbarrier_arrive(&s.tiles.stage_empty[previous], kMathWarps);
+      }
+      previous = slot;
     }
+    bulk_wait_read<0>();
+    mbarrier_arrive(&s.tiles.stage_empty[previous], kMathWarps);
   }
 
   // The router gradient of each row: its parts, added in order of columns.

@@ -8,35 +8,34 @@ namespace {
 struct Forward {
   using Rank = ForwardRank;
 
-  using S = Step<Layout::activations_weights>;
-
   __device__ static __forceinline__ int32_t steps(const Rank& rank, const Task& t) {
     if (t.kind == TaskKind::reduce) return 0;
-    return S::count(t.kind == TaskKind::gate_up ? rank.shape.hidden : rank.shape.intermediate);
+    return steps_of(t.kind == TaskKind::gate_up ? rank.shape.hidden : rank.shape.intermediate);
   }
   __device__ static __forceinline__ int32_t stages(const Rank& rank, const Plan&, const Task& t) {
-    return steps(rank, t) * S::kStagesOfStep;
+    return t.kind == TaskKind::reduce ? reduce_stages(rank, t.block) : steps(rank, t) * kStagesOfStep;
   }
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    if (t.kind == TaskKind::gate_up) load_gate_up(rank, s, t, stages);
-    if (t.kind == TaskKind::down) load_down(rank, s, t, stages);
+    if (t.kind == TaskKind::reduce) return load_slots(rank, s.tiles, t.block, stages);
+    if (lane_index() != 0) return;
+    t.kind == TaskKind::gate_up ? load_gate_up(rank, s, t, stages) : load_down(rank, s, t, stages);
   }
 
   __device__ static __forceinline__ void load_down(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
     const int32_t count = steps(rank, t), column = t.part * kTileColumns, expert = t.expert;
     const int32_t row = s.schedule.plan.ring_block(t.block) * static_cast<int32_t>(kRowBlock);
     for (int32_t step = 0; step < count; ++step) {
-      const int32_t k = step * S::kDepth;
-      uint8_t* stage = stages.acquire<S::kStagesOfStep>(s.tiles, S::kBytes);
+      const int32_t k = step * kStepDepth;
+      uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
       uint64_t* full = stages.full(s.tiles);
       tensor_load_2d(stage, &rank.hidden_128, k, row, full);
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {
-        uint8_t* right = stage + S::kRight + i * S::kBoxBytes;
-        tensor_load_3d(right, &rank.wo_n, column + i * kBoxColumns, k, expert, full);
+        uint8_t* right = stage + kRight + i * kBoxBytes;
+        tensor_load_3d(right, &rank.wo_64, column + i * kBoxColumns, k, expert, full);
       }
-      stages.advance<S::kStagesOfStep>();
+      stages.advance<kStagesOfStep>();
     }
   }
 
@@ -60,8 +59,7 @@ struct Forward {
 
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const Task& t, Math& math) {
     const Plan& plan = s.schedule.plan;
-    if (t.kind == TaskKind::reduce)
-      return reduce_tokens<true, 10>(rank, s.call, t.block, thread_index() / 32, kMathWarps);
+    if (t.kind == TaskKind::reduce) return reduce_tokens<true>(rank, s.call, t.block, s.tiles, math.stages);
     Accumulators acc;
     math.multiply<Layout::activations_weights>(acc, s, steps(rank, t));
     if (t.kind == TaskKind::down) return math.stage_rows(acc, s);
@@ -100,11 +98,6 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ L
 const void* forward_kernel() { return reinterpret_cast<const void*>(forward); }
 int64_t shared_bytes() { return sizeof(Shared); }
 int32_t threads() { return kThreads; }
-
-Depths depths() {
-  return {Step<Layout::activations_weights>::kDepth, Step<Layout::activations_weights_k>::kDepth,
-          Step<Layout::both_transposed>::kDepth};
-}
 
 TileCounts tile_counts(const Shape& s) {
   const auto tiles = [](int64_t n, int64_t width) { return static_cast<int32_t>(ceil_div(n, width)); };

@@ -27,25 +27,24 @@ __device__ __forceinline__ bf16* pre_activation_tile(bf16* pre_activations, cons
 // This thread's first vector of a warp's gate.
 __device__ __forceinline__ int32_t fragment_offset() { return thread_index() / 32 * 512 + lane_index() * 8; }
 
-// R has rows_128, wi_0_n, wi_1_n.
+// R has rows_128, wi_0_64, wi_1_64.
 template <class R>
 __device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const Task& t, Stages& stages) {
-  using S = Step<Layout::activations_weights>;
-  const int32_t steps = S::count(rank.shape.hidden);
+  const int32_t steps = steps_of(rank.shape.hidden);
   const int32_t row = s.schedule.plan.ring_block(t.block) * static_cast<int32_t>(kRowBlock);
   const int32_t column = t.part * kGateUpColumns, expert = t.expert;
   for (int32_t step = 0; step < steps; ++step) {
-    const int32_t k = step * S::kDepth;
-    uint8_t* stage = stages.acquire<S::kStagesOfStep>(s.tiles, S::kBytes);
+    const int32_t k = step * kStepDepth;
+    uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
     uint64_t* full = stages.full(s.tiles);
     tensor_load_2d(stage, &rank.rows_128, k, row, full);
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
-      uint8_t* right = stage + S::kRight + i * S::kBoxBytes;
-      tensor_load_3d(right, &rank.wi_0_n, column + i * kBoxColumns, k, expert, full);
-      tensor_load_3d(right + 2 * S::kBoxBytes, &rank.wi_1_n, column + i * kBoxColumns, k, expert, full);
+      uint8_t* right = stage + kRight + i * kBoxBytes;
+      tensor_load_3d(right, &rank.wi_0_64, column + i * kBoxColumns, k, expert, full);
+      tensor_load_3d(right + 2 * kBoxBytes, &rank.wi_1_64, column + i * kBoxColumns, k, expert, full);
     }
-    stages.advance<S::kStagesOfStep>();
+    stages.advance<kStagesOfStep>();
   }
 }
 

@@ -1,10 +1,9 @@
 // The matrix product of one tile on Hopper: 128 rows x 256 columns, a ring of stages between the producer and two math
 // warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warp.
 //
-// A stage is 32 deep, so that many are on their way: its load takes about 1,500 cycles from the moment its place is
-// free. Operands whose K is contiguous are read in rows of 64 K, since the copy engine is limited by requests and half
-// as many bytes would take as long; where both operands are so, a step is two neighbouring stages. Every task uses an
-// even number of stages.
+// A step of a product is 64 deep and takes two neighbouring stages: the copy engine is limited by instructions (about
+// 100 cycles each) and by requests (128 bytes at most), so boxes are as large as they can be. Epilogues and the reduce
+// use single stages; every task uses an even number of them.
 #pragma once
 
 #include "cuda/sm90/wgmma.cuh"
@@ -15,10 +14,14 @@ namespace mok::cuda::sm90 {
 inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kGroupRows = 64;
 inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
-inline constexpr int32_t kStageDepth = 32;
-inline constexpr int32_t kStageBytes = (static_cast<int32_t>(kRowBlock) + kTileColumns) * kStageDepth * 2;
+inline constexpr int32_t kStepDepth = 64, kStagesOfStep = 2;
+inline constexpr int32_t kGroupBytes = kGroupRows * kStepDepth * 2;  // a warpgroup's part of the left operand
+inline constexpr int32_t kRight = 2 * kGroupBytes;                   // where in a step the right operand begins
+inline constexpr int32_t kStepBytes = kRight + kTileColumns * kStepDepth * 2;
+inline constexpr int32_t kStageBytes = kStepBytes / kStagesOfStep;
 inline constexpr int32_t kStages = 6;
-inline constexpr int32_t kBoxColumns = 64;                       // of a transposed operand: 128 bytes
+inline constexpr int32_t kBoxColumns = 64;  // of a transposed operand: 128 bytes
+inline constexpr int32_t kBoxBytes = kStepDepth * kBoxColumns * 2;
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
 inline constexpr int32_t kStagingBox = kGroupRows * 128;         // bytes: 64 rows of 128, in the 128-byte swizzle
 inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
@@ -26,24 +29,7 @@ inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
 // Which dimension of the operands is contiguous: K, or (transposed) the other one.
 enum class Layout { activations_weights, activations_weights_k, both_transposed };  // K-major left, unless both
 
-// How a step of a product lies in its stages: the left operand, then the right one.
-template <Layout layout>
-struct Step {
-#ifdef MOK_PAIR_ALL
-  static constexpr int32_t kStagesOfStep = layout == Layout::both_transposed ? 1 : 2;
-#else
-  static constexpr int32_t kStagesOfStep = layout == Layout::activations_weights_k ? 2 : 1;
-#endif
-  static constexpr int32_t kDepth = kStagesOfStep * kStageDepth;
-  static constexpr int32_t kBytes = kStagesOfStep * kStageBytes;
-  static constexpr int32_t kBoxBytes = kDepth * kBoxColumns * 2;   // of a transposed operand
-  static constexpr int32_t kGroupBytes = kGroupRows * kDepth * 2;  // a warpgroup's part of the left operand
-  static constexpr int32_t kRight = 2 * kGroupBytes;               // where the right operand begins
-  // Steps of a product of this depth, such that stages are even in number.
-  __device__ static __forceinline__ int32_t count(int64_t depth) {
-    return static_cast<int32_t>(ceil_div(depth, 2 * kStageDepth)) * (2 / kStagesOfStep);
-  }
-};
+__device__ __forceinline__ int32_t steps_of(int64_t depth) { return static_cast<int32_t>(ceil_div(depth, kStepDepth)); }
 
 struct TileMemory {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
@@ -95,6 +81,7 @@ class Stages {
     return m.stages[slot];
   }
   __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.slot()]; }
+  __device__ __forceinline__ uint8_t* memory(TileMemory& m) { return m.stages[turn_.slot()]; }
   // Math: waits until the stage, or the step that begins with it, is loaded.
   __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
     mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
@@ -112,18 +99,17 @@ class Stages {
   Turn<kStages> turn_;
 };
 
-// One step: acc [64, 256] += left[group] [64, depth] @ right [depth, 256]; without kAccumulate the sum begins anew.
+// One step: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; without kAccumulate the sum begins anew.
 template <Layout layout, bool kAccumulate>
 __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage, int32_t group) {
-  using S = Step<layout>;
   constexpr bool kLeftTransposed = layout == Layout::both_transposed;
   constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
-  const uint32_t left_address = stage + group * S::kGroupBytes, right_address = stage + S::kRight;
-  const uint64_t left = kLeftTransposed ? mn_major<S::kDepth>(left_address) : k_major<S::kDepth>(left_address);
-  const uint64_t right = kRightTransposed ? mn_major<S::kDepth>(right_address) : k_major<S::kDepth>(right_address);
+  const uint32_t left_address = stage + group * kGroupBytes, right_address = stage + kRight;
+  const uint64_t left = kLeftTransposed ? mn_major(left_address) : k_major(left_address);
+  const uint64_t right = kRightTransposed ? mn_major(right_address) : k_major(right_address);
   wgmma_fence();
 #pragma unroll
-  for (int32_t k = 0; k < S::kDepth / 16; ++k) {
+  for (int32_t k = 0; k < kStepDepth / 16; ++k) {
     wgmma_64x256x16<kLeftTransposed, kRightTransposed>(acc, left + k * (kLeftTransposed ? kMnMajorStep : kKMajorStep),
                                                        right + k * (kRightTransposed ? kMnMajorStep : kKMajorStep),
                                                        kAccumulate || k > 0);
@@ -136,7 +122,6 @@ __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage,
 template <Layout layout, bool kAccumulate>
 __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps,
                                          Stages& stages) {
-  constexpr int32_t kStagesOfStep = Step<layout>::kStagesOfStep;
   const bool elected = lane_index() == 0;
   const auto give_back = [&](uint64_t* empty) {
     if (!elected) return;

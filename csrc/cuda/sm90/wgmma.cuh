@@ -8,22 +8,16 @@
 
 namespace mok::cuda::sm90 {
 
-// Descriptor fields are in units of 16 bytes. The swizzle is 1: 128 bytes, 2: 64 bytes.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride, uint64_t swizzle) {
-  return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{leading} << 16 | uint64_t{stride} << 32 | swizzle << 62;
+// Descriptor fields are in units of 16 bytes. Layout type 1 is the 128-byte swizzle.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{leading} << 16 | uint64_t{stride} << 32 | uint64_t{1} << 62;
 }
-// An operand whose K is contiguous: rows of `depth` K, as wide as the swizzle: 64 (128 bytes) or 32 (64 bytes).
-template <int32_t depth>
-__device__ __forceinline__ uint64_t k_major(uint32_t address) {
-  static_assert(depth == 32 || depth == 64);
-  return descriptor(address, 1, depth * 2 * 8 >> 4, depth == 64 ? 1 : 2);
-}
+// An operand whose K is contiguous: rows of 64 K (128 bytes), 1,024 bytes between groups of 8 rows.
+__device__ __forceinline__ uint64_t k_major(uint32_t address) { return descriptor(address, 1, 1024 >> 4); }
 inline constexpr uint32_t kKMajorStep = 32 >> 4;  // 16 K on
-// One whose other dimension is contiguous ("transposed"): boxes of 64 columns (128 bytes) x `depth` K rows.
-template <int32_t depth>
-__device__ __forceinline__ uint64_t mn_major(uint32_t address) {
-  return descriptor(address, depth * 128 >> 4, 1024 >> 4, 1);
-}
+// One whose other dimension is contiguous ("transposed"): boxes of 64 columns x 64 K rows, 8,192 bytes each; 1,024
+// bytes between groups of 8 K rows.
+__device__ __forceinline__ uint64_t mn_major(uint32_t address) { return descriptor(address, 8192 >> 4, 1024 >> 4); }
 inline constexpr uint32_t kMnMajorStep = 2048 >> 4;  // 16 K on
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

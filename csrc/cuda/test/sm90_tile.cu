@@ -50,24 +50,24 @@ struct Product {
   bf16* pushed;      // [kTiles, kRows, kTileColumns]
 };
 
-// Boxes of one stage, as the kernels load them for this layout.
+// Boxes of one step, as the kernels load them for this layout.
 template <Layout layout>
-__device__ void load_stage(const Product& p, TileMemory& m, int32_t step, Stages& stages) {
-  uint8_t* stage = stages.acquire(m, kStageBytes);
+__device__ void load_step(const Product& p, TileMemory& m, int32_t step, Stages& stages) {
+  uint8_t* stage = stages.acquire<kStagesOfStep>(m, kStepBytes);
   uint64_t* full = stages.full(m);
-  const int32_t k = step * kTileDepth;
+  const int32_t k = step * kStepDepth;
   if (layout == Layout::both_transposed) {
     for (int32_t i = 0; i < 2; ++i) tensor_load_2d(stage + i * kBoxBytes, &p.left, i * kBoxColumns, k, full);
   } else {
     tensor_load_2d(stage, &p.left, k, 0, full);
   }
-  uint8_t* right = stage + kLeftBytes;
+  uint8_t* right = stage + kRight;
   if (layout == Layout::activations_weights_k) {
     tensor_load_2d(right, &p.right, k, 0, full);
   } else {
     for (int32_t i = 0; i < 4; ++i) tensor_load_2d(right + i * kBoxBytes, &p.right, i * kBoxColumns, k, full);
   }
-  stages.advance();
+  stages.advance<kStagesOfStep>();
 }
 
 // A tile is computed kTiles times. What accumulators held before is 1,000 each, which stays in the sum or must not.
@@ -99,17 +99,19 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_tiles(const __grid_const
   if (warp == kMathWarps) {
     if (lane_index() != 0) return;
     Stages stages;
-    for (int32_t i = 0; i < kTiles * p.steps; ++i) load_stage<layout>(p, m, i % p.steps, stages);
-  } else if (warp <= kMathWarps + 2) {
-    const int32_t group = warp - kMathWarps - 1;
-    StoreSide side(m, group);
+    for (int32_t i = 0; i < kTiles * p.steps; ++i) load_step<layout>(p, m, i % p.steps, stages);
+  } else if (warp == kMathWarps + 1) {
+    StoreSide side;
     for (int32_t tile = 0; tile < kTiles; ++tile) {
-      const uint8_t* staged = side.acquire();
-      bf16* to = p.pushed + (tile * kRows + group * kGroupRows) * kTileColumns;
-      for (int32_t row = lane_index(); row < kGroupRows; row += 32) {
-        bulk_store(to + row * kTileColumns, staged + row * kStagingPitch, kTileColumns * 2);
+      for (int32_t group = 0; group < 2; ++group) {
+        const uint8_t* staged = side.acquire(m, group);
+        bf16* to = p.pushed + (tile * kRows + group * kGroupRows) * kTileColumns;
+        for (int32_t row = lane_index(); row < kGroupRows; row += 32) {
+          bulk_store(to + row * kTileColumns, staged + row * kStagingPitch, kTileColumns * 2);
+        }
+        side.release(m, group);
       }
-      side.release();
+      side.advance();
     }
     bulk_wait_all();
   }
@@ -137,13 +139,13 @@ CUtensorMap encoded(CUtensorMapDataType type, const void* data, const std::vecto
 // Of an operand: with K contiguous, boxes as wide as a stage is deep; else 64 columns wide.
 CUtensorMap operand(const Array<bf16>& array, bool k_contiguous, uint32_t depth, uint32_t others) {
   constexpr CUtensorMapDataType kType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return k_contiguous ? encoded(kType, array.data(), {depth, others}, kTileDepth * 2, others)
-                      : encoded(kType, array.data(), {others, depth}, kBoxWidth, kTileDepth);
+  return k_contiguous ? encoded(kType, array.data(), {depth, others}, kStepDepth * 2, others)
+                      : encoded(kType, array.data(), {others, depth}, kBoxWidth, kStepDepth);
 }
 
 template <Layout layout, bool kAccumulate>
 void check_product(int32_t steps, const Element& left, const Element& right, const Element& product) {
-  const uint32_t depth = steps * kTileDepth;
+  const uint32_t depth = steps * kStepDepth;
   constexpr bool kTransposed = layout == Layout::both_transposed, kWeightsK = layout == Layout::activations_weights_k;
   Array<bf16> a(matrix(kRows, depth, kTransposed, left)), b(matrix(depth, kTileColumns, kWeightsK, right));
   Array<float> registers(kTiles * kMathThreads * kAccumulators);
@@ -191,7 +193,7 @@ constexpr std::array<Code, 3> kCodes{{
 // Every code, and every k by some row and by some column. `depth` and 45 have no common divisor.
 template <Layout layout>
 void check_indices(int32_t steps) {
-  const int32_t depth = steps * kTileDepth;
+  const int32_t depth = steps * kStepDepth;
   for (const Code& code : kCodes) {
     try {
       for (int32_t first = 0; first < depth; first += kRows) {
@@ -214,7 +216,7 @@ void check_indices(int32_t steps) {
   }
 }
 
-constexpr int32_t kSteps = 448 / kTileDepth;
+constexpr int32_t kSteps = 448 / kStepDepth;
 TEST(activations_weights) { check_indices<Layout::activations_weights>(kSteps); }
 TEST(activations_weights_k) { check_indices<Layout::activations_weights_k>(kSteps); }
 TEST(both_transposed) { check_indices<Layout::both_transposed>(kSteps); }
@@ -228,7 +230,7 @@ void check_sums() {
   for (int32_t steps : {1, 2, kStages - 1, kStages, kStages + 1, 2 * kStages + 1}) {
     std::vector<float> sums(kRows * kTileColumns);
     for (int32_t i = 0; i < kRows * kTileColumns; ++i) {
-      for (int32_t k = 0; k < steps * kTileDepth; ++k)
+      for (int32_t k = 0; k < steps * kStepDepth; ++k)
         sums[i] += left(i / kTileColumns, k) * right(k, i % kTileColumns);
     }
     const auto product = [&](int32_t row, int32_t column) { return sums[row * kTileColumns + column]; };
@@ -271,18 +273,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       staging.release(m);
     }
-  } else if (warp > kMathWarps && warp <= kMathWarps + 2) {
-    const int32_t group = warp - kMathWarps - 1;
-    StoreSide side(m, group);
+  } else if (warp == kMathWarps) {
+    StoreSide side;
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      const uint8_t* staged = side.acquire();
-      if (lane_index() == 0) {
-        for (int32_t i = 0; i < kBoxes; ++i) {
-          const int32_t column = (pass * kBoxes + i) * kColumns;
-          tensor_store_3d(&map, staged + i * kStagingBox, column, group * kGroupRows, expert);
+      for (int32_t group = 0; group < 2; ++group) {
+        const uint8_t* staged = side.acquire(m, group);
+        if (lane_index() < kBoxes) {
+          const int32_t column = (pass * kBoxes + lane_index()) * kColumns;
+          tensor_store_3d(&map, staged + lane_index() * kStagingBox, column, group * kGroupRows, expert);
         }
+        side.release(m, group);
       }
-      side.release();
+      side.advance();
     }
     bulk_wait_all();
   }
