@@ -10,7 +10,7 @@ import numpy as np
 from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
 
 GPU_TOP_K_LIMIT = 48
-"""Experts per token: the reduce holds 256 columns of all of a token's slots in 24 KB (``csrc/cuda/sm90/reduce.cuh``)."""
+"""Experts per token: the reduce holds 256 columns of all of a token's slots in 24 KB (``csrc/cuda/sm90``)."""
 
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):

@@ -57,7 +57,6 @@ struct Backward {
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
     if (t.kind == TaskKind::reduce) return load_slots(rank, s.tiles, t.block, stages);
-    if (lane_index() != 0) return;
     switch (t.kind) {
       case TaskKind::gate_up:
         return load_gate_up(rank, s, t, stages);

@@ -18,7 +18,6 @@ struct Forward {
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
     if (t.kind == TaskKind::reduce) return load_slots(rank, s.tiles, t.block, stages);
-    if (lane_index() != 0) return;
     t.kind == TaskKind::gate_up ? load_gate_up(rank, s, t, stages) : load_down(rank, s, t, stages);
   }
 

@@ -4,7 +4,7 @@
 // backward.cu, as a Work:
 //   using Rank           its arguments
 //   stages(rank, plan, task)           how many stages the producer loads
-//   load(rank, s, task, stages)        loads them; by the producer warp
+//   load(rank, s, task, stages)        loads them; by one lane
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, arena, task, side)  by the store warp
 //   spoil(rank)                        makes results NaN, after a failure
@@ -67,12 +67,14 @@ __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
   }
 }
 
-// ---- The producer.
+// ---- The producer: one lane.
 
 template <class Work>
 __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
   Stages stages;
-  for_each_task(s, [&](const Task& task) { Work::load(rank, s, task, stages); });
+  for_each_task(s, [&](const Task& task) {
+    if (lane_index() == 0) Work::load(rank, s, task, stages);
+  });
 }
 
 // ---- Math warpgroups.

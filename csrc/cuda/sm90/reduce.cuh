@@ -53,7 +53,6 @@ __device__ __forceinline__ int32_t reduce_stages(const Rank& rank, int32_t block
   return (p.tokens * p.across + 1) / 2 * 2;
 }
 
-// By the producer warp: lane k loads the piece of slot k.
 __device__ __forceinline__ void load_slots(const Rank& rank, TileMemory& m, int32_t block, Stages& stages) {
   const SlotPieces p(rank.shape, block);
   const DeviceArena arena(rank.shape);
@@ -62,17 +61,15 @@ __device__ __forceinline__ void load_slots(const Rank& rank, TileMemory& m, int3
   const int32_t count = p.tokens * p.across;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t token = i / p.across, column = i % p.across * p.width, columns = smaller(p.width, p.h - column);
-    if (lane_index() == 0) stages.acquire(m, p.top_k * columns * 2);
-    __syncwarp();
-    for (int32_t k = lane_index(); k < p.top_k; k += 32) {
+    uint8_t* stage = stages.acquire(m, p.top_k * columns * 2);
+    for (int32_t k = 0; k < p.top_k; ++k) {
       const bf16* from = slots + (int64_t{token} * p.top_k + k) * p.h + column;
-      bulk_load(stages.memory(m) + k * p.width * 2, from, columns * 2, stages.full(m));
+      bulk_load(stage + k * p.width * 2, from, columns * 2, stages.full(m));
     }
     stages.advance();
   }
   if (count % 2 == 0) return;
-  if (lane_index() == 0) stages.acquire(m, 0);
-  __syncwarp();
+  stages.acquire(m, 0);
   stages.advance();
 }
 
