@@ -11,7 +11,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc mok_jax -type f -not 
 # What depends on JAX's version: tracing, lowering, sharding, and every kind of program around a call.
 CORE_TESTS := $(addprefix tests/test_,xla_contract.py refusals.py sharding.py nnx.py)
 
-.PHONY: demo test test-floor gpu-test gpu-bench bench lint format build clean
+.PHONY: demo test test-floor gpu-test gpu-sanitize gpu-bench bench lint format build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -39,6 +39,9 @@ build/gpu/.built: $(SOURCES)
 
 gpu-test: build/gpu/.built
 	JAX_PLATFORMS=cuda,cpu python3 -m pytest -m gpu $(ARGS)
+
+gpu-sanitize: build/gpu/.built
+	python3 tests/sanitize_gpu.py memcheck racecheck $(ARGS)
 
 gpu-bench: build/gpu/.built
 	python3 -m benchmarks.layer --keep-going $(ARGS)
