@@ -26,8 +26,8 @@ class MoKConfig:
         that can arrive (at most ``T*K + 127*E_local``); with more, ``1.25*T*K + 128*E_local`` if that is
         less. Memory grows by about ``(2*H + 7*I) * itemsize`` bytes a row in the backward. With fewer
         rows than arrive, the backward recomputes part of the forward; no token is ever dropped.
-      minibatch_rows: rows (a multiple of 128) that are scheduled as one group. Default: two waves of
-        tiles over the workers. No effect on memory.
+      minibatch_rows: rows (a multiple of 128) that are scheduled as one group. Default: 8192 on a GPU, on CPUs two
+        tiles a worker. No effect on memory.
       comm_sms: GPU multiprocessors that only communicate; 0 puts a communication warp in every one.
         No effect on memory. GPU only.
       reserve_sms: GPU multiprocessors left free for other kernels (NCCL). Default 0. GPU only.

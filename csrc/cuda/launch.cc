@@ -47,6 +47,13 @@ std::optional<std::string> load_kernels(Device& device, int id, const Shape& sha
   const int schedule_bytes = static_cast<int>(schedule_shared_bytes(shape));
   const int layer_bytes = static_cast<int>(sm90::shared_bytes());
   MOK_CUDA_TRY(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id));
+  int major, minor;
+  MOK_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id));
+  MOK_CUDA_TRY(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id));
+  if (major != 9 || minor != 0) {
+    return "no kernel for compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+           " yet, only for 9.0 (Hopper); use implementation=\"xla\"";
+  }
   for (const auto& [kernel, bytes] :
        {std::pair{schedule_kernel(Direction::forward), schedule_bytes},
         std::pair{schedule_kernel(Direction::backward), 0}, std::pair{sm90::forward_kernel(), layer_bytes},

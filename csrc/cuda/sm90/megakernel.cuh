@@ -1,8 +1,8 @@
-// The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a producer warp claims compute tasks
-// and feeds tiles to two math warpgroups; two store warps push what these have staged; a communication warp pulls rows.
-// CTAs take their roles in the order in which they arrive. What the tasks of a direction are is in forward.cu and
-// backward.cu, as a Work:
-//   using Rank           its arguments
+// The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a scheduler warp claims compute tasks
+// and waits for what they need; a producer warp loads their tiles for two math warpgroups; a store warp stores or
+// pushes what these have staged; a communication warp pulls rows. CTAs take their roles in the order in which they
+// arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
+//   using Rank                         its arguments
 //   stages(rank, plan, task)           how many stages the producer loads
 //   load(rank, s, task, stages)        loads them; by one lane
 //   compute(rank, s, task, math)       by all math warps
