@@ -6,6 +6,7 @@ an axis works as well. What is not here: moving arrays. That is what JAX does wi
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,13 +16,13 @@ DATA_AXIS = "data"
 EXPERT_AXIS = "expert"
 
 # GB200 and GB300 NVL72. A run with fewer devices is one domain.
-_LARGEST_DOMAIN = 72
+LARGEST_DOMAIN = 72
 
 
 def make_mesh(
     *,
     expert_parallelism: int | None = None,
-    domain_size: int = _LARGEST_DOMAIN,
+    domain_size: int = LARGEST_DOMAIN,
     devices: Sequence[jax.Device] | None = None,
     allow_idle: bool = False,
 ) -> Mesh:
@@ -50,19 +51,7 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
         raise ValueError("devices=[] must hold at least 1 device.")
-    if domain_size < 1:
-        raise ValueError(f"domain_size={domain_size} must be at least 1; the nearest is 1.")
-    domain_size = min(domain_size, len(devices))
-    expert_parallelism = domain_size if expert_parallelism is None else expert_parallelism
-    if not 1 <= expert_parallelism <= domain_size:
-        raise ValueError(
-            f"expert_parallelism={expert_parallelism} must be from 1 to the {domain_size} devices of one domain; "
-            f"the nearest is {min(max(expert_parallelism, 1), domain_size)}."
-        )
-    domains = [devices[start : start + domain_size] for start in range(0, len(devices), domain_size)]
-    if not allow_idle:
-        _check_no_idle(expert_parallelism, domains)
-    groups = [group for domain in domains for group in _groups(domain, expert_parallelism)]
+    groups = expert_groups(devices, expert_parallelism, domain_size, allow_idle)
     return Mesh(np.array(groups), (DATA_AXIS, EXPERT_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
@@ -91,6 +80,50 @@ def logical_axis_rules(
     return (("exp", expert_axis), ("embed", None), ("mlp", None))
 
 
+class PaddedExperts(NamedTuple):
+    """What :func:`pad_experts` returns.
+
+    Attributes:
+      num_experts: with padding; what the weights' first dimension must be.
+      padding: how many of them, the last ids, are padding.
+    """
+
+    num_experts: int
+    padding: int
+
+
+def pad_experts(num_experts: int, expert_parallelism: int) -> PaddedExperts:
+    """Rounds the number of experts up to a multiple of the expert axis' size.
+
+    The padding has the last ids. A router keeps its ``num_experts`` columns, so it can never choose them: no id
+    changes, nor does any result. Pad ``wi_0``, ``wi_1`` and ``wo`` with zeros along their first dimension; their
+    gradients there are exact zeros. It costs memory, and the last ranks hold fewer experts than the others, or none.
+
+    Args:
+      num_experts: ``E``, that the router can choose.
+      expert_parallelism: ranks that share them, at most ``E``.
+
+    Returns:
+      A :class:`PaddedExperts`.
+
+    Raises:
+      ValueError: a number is below 1, or there are fewer experts than ranks.
+
+    Example:
+      >>> pad_experts(256, 72)
+      PaddedExperts(num_experts=288, padding=32)
+    """
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1; the nearest is 1.")
+    if not 1 <= expert_parallelism <= num_experts:
+        raise ValueError(
+            f"expert_parallelism={expert_parallelism} must be from 1 to the number of experts ({num_experts}); "
+            f"the nearest is {min(max(expert_parallelism, 1), num_experts)}."
+        )
+    padding = -num_experts % expert_parallelism
+    return PaddedExperts(num_experts + padding, padding)
+
+
 def axis_size(mesh: Mesh, expert_axis: str | tuple[str, ...]) -> int:
     """The size of a mesh axis, or of several together; raises ValueError for one that ``mesh`` does not have."""
     size = 1
@@ -101,15 +134,39 @@ def axis_size(mesh: Mesh, expert_axis: str | tuple[str, ...]) -> int:
     return size
 
 
-def _groups(domain: list[jax.Device], size: int) -> list[list[jax.Device]]:
-    return [domain[start : start + size] for start in range(0, len(domain) - size + 1, size)]
+def expert_groups[D](
+    devices: Sequence[D], expert_parallelism: int | None, domain_size: int, allow_idle: bool
+) -> list[Sequence[D]]:
+    """The rows of :func:`make_mesh`'s mesh, for anything that stands for devices; raises ValueError as it does.
+
+    Example:
+      >>> expert_groups(range(6), 2, 3, allow_idle=True)
+      [range(0, 2), range(3, 5)]
+    """
+    if domain_size < 1:
+        raise ValueError(f"domain_size={domain_size} must be at least 1; the nearest is 1.")
+    domain_size = min(domain_size, len(devices))
+    size = domain_size if expert_parallelism is None else expert_parallelism
+    if not 1 <= size <= domain_size:
+        raise ValueError(
+            f"expert_parallelism={size} must be from 1 to the {domain_size} devices of one domain; "
+            f"the nearest is {min(max(size, 1), domain_size)}."
+        )
+    domains = [devices[start : start + domain_size] for start in range(0, len(devices), domain_size)]
+    if not allow_idle:
+        _check_no_idle(size, sorted({len(domain) for domain in domains}))
+    return [d[start : start + size] for d in domains for start in range(0, len(d) - size + 1, size)]
 
 
-def _check_no_idle(expert_parallelism: int, domains: list[list[jax.Device]]) -> None:
-    sizes = sorted({len(domain) for domain in domains})
+def group_sizes_without_idle(sizes: Sequence[int]) -> list[int]:
+    """The sizes of groups, ascending, that fill domains of each of ``sizes`` exactly."""
+    return [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+
+
+def _check_no_idle(expert_parallelism: int, sizes: list[int]) -> None:
     if all(size % expert_parallelism == 0 for size in sizes):
         return
-    legal = [n for n in range(1, sizes[0] + 1) if all(size % n == 0 for size in sizes)]
+    legal = group_sizes_without_idle(sizes)
     nearest = min(legal, key=lambda n: (abs(n - expert_parallelism), -n))
     raise ValueError(
         f"expert_parallelism={expert_parallelism} would leave devices idle in a domain of "

@@ -1,0 +1,437 @@
+"""``python -m mok_jax plan``: whether a published layer fits a cluster, and what it takes of every GPU.
+
+All sizes come from the functions that size a real call's buffers, given shapes instead of arrays, so a plan needs no
+GPU and starts no backend. It counts routed experts, their router and what one call of ``mok_jax.moe`` with bf16
+activations needs; shared experts, expert biases, attention and everything else of a model come on top. State is not
+split over the ``data`` axis.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mok_jax import megakernel, sharding
+from mok_jax.config import SAVE_POLICIES, MoKConfig, Save, require_choice
+from mok_jax.zoo import LAYERS, Layer
+
+GIB = 2**30
+PARAM_DTYPES = ("float32", "bfloat16")
+
+# Of DeviceArena in csrc/cuda/workspace.h and ArenaLayout in csrc/moe/arena.h; a test compiles those and compares.
+_ARENA_HEADER_BYTES = 4096
+_ARENA_ALIGNMENT = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+      model: a name in ``mok_jax.zoo.LAYERS``.
+      gpus: of the whole cluster.
+      domain: GPUs in one NVLink domain; runs of this many consecutive ones.
+      expert_parallelism: GPUs that share one copy of the experts; ``None`` takes a whole domain.
+      allow_idle: leave GPUs idle that fill no group.
+      tokens_per_gpu: ``T``, in one step.
+      save: what the forward keeps for the backward, as in ``MoKConfig``.
+      ring_rows: as in ``MoKConfig``.
+      layers: Mixture-of-Experts layers of the model. Their state and residuals add up; temporaries and arena do not.
+      param_dtype: of parameters and gradients.
+      optimizer_bytes: per parameter; 8 are Adam's two float32 moments.
+      memory_gib: of one GPU.
+      tflops: what a GPU reaches in matrix products, in TFLOP/s.
+      bandwidth_gbs: what a GPU reaches over NVLink in one direction, in GB/s.
+    """
+
+    model: str
+    gpus: int
+    domain: int = sharding.LARGEST_DOMAIN
+    expert_parallelism: int | None = None
+    allow_idle: bool = False
+    tokens_per_gpu: int = 4096
+    save: Save = "pre_activations"
+    ring_rows: int | None = None
+    layers: int = 1
+    param_dtype: str = "float32"
+    optimizer_bytes: int = 8
+    memory_gib: float = 141.0
+    tflops: float = 650.0
+    bandwidth_gbs: float = 315.0
+
+    def __post_init__(self) -> None:
+        require_choice("model", self.model, tuple(LAYERS))
+        require_choice("save", self.save, SAVE_POLICIES)
+        require_choice("param_dtype", self.param_dtype, PARAM_DTYPES)
+        for name, least in (("gpus", 1), ("tokens_per_gpu", 1), ("layers", 1), ("optimizer_bytes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}; the nearest is {least}.")
+        if not 1 <= self.domain <= sharding.LARGEST_DOMAIN:
+            nearest = min(max(self.domain, 1), sharding.LARGEST_DOMAIN)
+            raise ValueError(
+                f"domain={self.domain} must be from 1 to {sharding.LARGEST_DOMAIN}; the nearest is {nearest}."
+            )
+        for name in ("memory_gib", "tflops", "bandwidth_gbs"):
+            if not 0 < getattr(self, name) < math.inf:
+                default = Request.__dataclass_fields__[name].default
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive number, such as {default:g}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuMesh:
+    """Where the GPUs go, and the experts on them.
+
+    Attributes:
+      data: groups that hold a copy of the experts each.
+      expert: GPUs of one group.
+      domains: NVLink domains.
+      idle_gpus: GPUs in no group.
+      experts_per_gpu: padding included.
+      padding: experts of a group that the router can never choose.
+      gpus_with_experts: GPUs of a group that hold more than padding.
+      busiest_over_mean: work of such a GPU over the group's mean, when tokens choose experts evenly.
+    """
+
+    data: int
+    expert: int
+    domains: int
+    idle_gpus: int
+    experts_per_gpu: int
+    padding: int
+    gpus_with_experts: int
+    busiest_over_mean: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuBytes:
+    """Bytes of one GPU: first what is there all the time, for all layers; then what one layer's call needs.
+
+    Attributes:
+      parameters: routed experts with padding, and the router.
+      gradients: of the same.
+      optimizer: of the same.
+      inputs: the layers' ``x``, expert ids and router weights, kept for the backward.
+      residuals: what ``save`` keeps, and the row tables.
+      arena: memory that peers read and write, as allocated; all layers share it.
+      forward_ring: ring buffers of the forward, residuals left out.
+      backward_ring: ring buffers and scratch of the backward.
+      workspace: schedule and counters, of either direction.
+      weight_copy: the experts' weights rounded to bf16.
+      forward_activations: the forward's ``y``.
+      backward_activations: ``dy``, ``dx`` and the gradient of router weights.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    inputs: int
+    residuals: int
+    arena: int
+    forward_ring: int
+    backward_ring: int
+    workspace: int
+    weight_copy: int
+    forward_activations: int
+    backward_activations: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is needed at once: in the last layer's forward or backward, whichever takes more."""
+        lasting = self.parameters + self.gradients + self.optimizer + self.inputs + self.residuals + self.arena
+        forward = self.forward_ring + self.forward_activations
+        backward = self.backward_ring + self.backward_activations
+        return lasting + self.workspace + self.weight_copy + max(forward, backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a request comes to.
+
+    Attributes:
+      request: what was asked.
+      mesh: where GPUs and experts go.
+      bytes: of one GPU.
+      ring_rows: rows that the ring holds.
+      max_rows: rows that can arrive at one GPU at most.
+      communication_over_compute: time on NVLink over time of the products, in a forward.
+    """
+
+    request: Request
+    mesh: GpuMesh
+    bytes: GpuBytes
+    ring_rows: int
+    max_rows: int
+    communication_over_compute: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        plan = dataclasses.asdict(self)
+        plan["bytes"]["peak"] = self.bytes.peak
+        return plan
+
+
+def make_plan(request: Request) -> Plan:
+    """Plans, or says why not.
+
+    Raises:
+      ValueError: the GPUs, the experts or the bytes do not fit; the text names the argument, its value and the nearest
+        legal value.
+
+    Example:
+      >>> plan = make_plan(Request(model="deepseek-v3", gpus=144))
+      >>> plan.mesh.data, plan.mesh.expert, plan.mesh.experts_per_gpu, plan.mesh.padding
+      (2, 72, 4, 32)
+    """
+    layer, mesh = LAYERS[request.model], plan_mesh(request)
+    call, sizes = _count_bytes(request, layer, mesh)
+    if sizes.peak > request.memory_gib * GIB:
+        raise ValueError(_why_it_does_not_fit(request, layer, mesh, sizes))
+    remote_share = (mesh.expert - 1) / mesh.expert
+    ratio = communication_over_compute(
+        remote_share, layer.intermediate_size, request.tflops * 1e12, request.bandwidth_gbs * 1e9
+    )
+    return Plan(request, mesh, sizes, call.ring_rows, call.max_rows, ratio)
+
+
+def plan_mesh(request: Request) -> GpuMesh:
+    """The mesh that ``mok_jax.sharding.make_mesh`` would make, and the experts on it; raises as :func:`make_plan`."""
+    gpus, domain = request.gpus, min(request.domain, request.gpus)
+    size = domain if request.expert_parallelism is None else request.expert_parallelism
+    short = gpus % domain
+    if short and not request.allow_idle and 1 <= size <= domain and domain % size == 0 and short % size:
+        nearest = round(gpus / domain) * domain
+        raise ValueError(
+            f"gpus={gpus} must be a multiple of domain={domain}, or the last {short} have no room for groups of "
+            f"{size}; the nearest is {nearest} (or allow_idle)."
+        )
+    groups = sharding.expert_groups(range(gpus), size, domain, request.allow_idle)
+
+    experts = LAYERS[request.model].num_experts
+    if size > experts:
+        lengths = {domain, short} - {0}
+        legal = range(1, domain + 1) if request.allow_idle else sharding.group_sizes_without_idle(sorted(lengths))
+        nearest = max(n for n in legal if n <= experts)
+        raise ValueError(
+            f"expert_parallelism={size} is more than the {experts} experts of {request.model}; "
+            f"the nearest is {nearest}."
+        )
+    padded, padding = sharding.pad_experts(experts, size)
+    per_gpu = padded // size
+    return GpuMesh(
+        data=len(groups),
+        expert=size,
+        domains=-(-gpus // domain),
+        idle_gpus=gpus - len(groups) * size,
+        experts_per_gpu=per_gpu,
+        padding=padding,
+        gpus_with_experts=-(-experts // per_gpu),
+        busiest_over_mean=padded / experts,
+    )
+
+
+def communication_over_compute(
+    remote_share: float, intermediate_size: int, flops_per_s: float, bytes_per_s: float
+) -> float:
+    """Time on NVLink over time of the products in a forward: ``(2/3) * f * P / (I * BW)``.
+
+    A row's products are ``6 H I`` FLOPs. In bf16 a remote row is ``2 H`` bytes that the expert's GPU receives, and
+    later ``2 H`` that the source receives: with all GPUs alike, each receives ``4 H`` bytes a row, and sends as many.
+
+    Example:
+      >>> round(communication_over_compute(1 / 2, 2048, 650e12, 315e9), 2)
+      0.34
+    """
+    return 2 / 3 * remote_share * flops_per_s / (intermediate_size * bytes_per_s)
+
+
+def arena_bytes(tokens: int, top_k: int, hidden_size: int) -> int:
+    """Bytes that one rank's arena needs on a GPU, in bf16; :func:`allocated_arena_bytes` is what it takes."""
+    rows, words = tokens * hidden_size * 2, tokens * top_k * 4
+    parts = [rows, rows, top_k * rows, words, words, words, words]
+    return _ARENA_HEADER_BYTES + sum(-(-part // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT for part in parts)
+
+
+def allocated_arena_bytes(tokens: int, top_k: int, hidden_size: int) -> int:
+    """The same rounded up to a power of two, so that few different needs lead to few arenas."""
+    return 1 << (arena_bytes(tokens, top_k, hidden_size) - 1).bit_length()
+
+
+def _count_bytes(request: Request, layer: Layer, mesh: GpuMesh) -> tuple[megakernel.Call, GpuBytes]:
+    """One GPU's part, and the parameters of the call that it would make."""
+    tokens, top_k = request.tokens_per_gpu, layer.num_experts_per_tok
+    hidden, intermediate = layer.hidden_size, layer.intermediate_size
+    param_dtype = np.dtype(request.param_dtype)
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    expert_weights = jax.ShapeDtypeStruct((tokens, top_k), np.float32)
+    wi = jax.ShapeDtypeStruct((mesh.experts_per_gpu, hidden, intermediate), param_dtype)
+    wo = jax.ShapeDtypeStruct((mesh.experts_per_gpu, intermediate, hidden), param_dtype)
+
+    config = MoKConfig(save=request.save, ring_rows=request.ring_rows)
+    call = megakernel.make_call(mesh.expert, tokens, top_k, mesh.experts_per_gpu, layer.activation_limit, config)
+    call = dataclasses.replace(call, differentiated=True, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi))
+    y, row_table, expert_rows, _, pre_activations, rows, hidden_activations, workspace = megakernel._forward_results(
+        call, x, wi
+    )
+    dx, d_expert_weights, *backward = megakernel._backward_results(call, x, expert_weights, wi, wo)
+    weight_grads, backward_ring = backward[:3], backward[3:-1]
+    kept = megakernel.what_is_kept(call, pre_activations, rows)
+
+    router = hidden * layer.num_experts
+    parameters = router + 2 * math.prod(wi.shape) + math.prod(wo.shape)
+    inputs = [(x.shape, x.dtype), (expert_weights.shape, np.int32), (expert_weights.shape, np.float32)]
+    return call, GpuBytes(
+        parameters=request.layers * parameters * param_dtype.itemsize,
+        gradients=request.layers * (router * param_dtype.itemsize + _bytes(weight_grads)),
+        optimizer=request.layers * parameters * request.optimizer_bytes,
+        inputs=request.layers * _bytes(inputs),
+        residuals=request.layers * _bytes([row_table, expert_rows, *kept]),
+        arena=allocated_arena_bytes(tokens, top_k, hidden),
+        forward_ring=_bytes([pre_activations, rows, hidden_activations]) - _bytes(kept),
+        backward_ring=_bytes(backward_ring),
+        workspace=_bytes([workspace]),
+        weight_copy=0 if param_dtype == x.dtype else (parameters - router) * x.dtype.itemsize,
+        forward_activations=_bytes([y]),
+        backward_activations=_bytes([y, dx, d_expert_weights]),
+    )
+
+
+def _bytes(results: Iterable[tuple[tuple[int, ...], Any]]) -> int:
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in results)
+
+
+def _why_it_does_not_fit(request: Request, layer: Layer, mesh: GpuMesh, sizes: GpuBytes) -> str:
+    def fits(**changes: Any) -> bool:
+        changed = dataclasses.replace(request, **changes)
+        return _count_bytes(changed, layer, mesh)[1].peak <= request.memory_gib * GIB
+
+    tokens = _most(lambda n: fits(tokens_per_gpu=n), request.tokens_per_gpu)
+    layers = _most(lambda n: fits(layers=n), request.layers)
+    needed = sizes.peak / GIB
+    if tokens:
+        nearest = f"tokens_per_gpu={request.tokens_per_gpu} is {tokens}"
+    elif layers:
+        nearest = f"layers={request.layers} is {layers}"
+    else:
+        nearest = f"memory_gib is {math.ceil(needed * 10) / 10}"
+    state = (sizes.parameters + sizes.gradients + sizes.optimizer) / GIB
+    kept = (sizes.inputs + sizes.residuals) / GIB
+    return (
+        f"memory_gib={request.memory_gib:g}: a GPU needs {needed:.1f} GiB ({state:.1f} of parameters, gradients and "
+        f"optimizer, {kept:.1f} kept for the backward, {needed - state - kept:.1f} of arena, rings and other "
+        f"temporaries); the nearest legal value of {nearest}."
+    )
+
+
+def _most(holds: Callable[[int], bool], below: int) -> int:
+    """The largest of 1 to ``below - 1`` that ``holds``, given that all smaller ones do; 0 for none."""
+    low, high = 0, below
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for every field of :class:`Request`."""
+    parser.add_argument("--model", required=True, help=f"one of {', '.join(LAYERS)}")
+    parser.add_argument("--gpus", required=True, type=int, help="of the whole cluster")
+    options: list[tuple[str, Any, str]] = [
+        ("domain", int, "GPUs in one NVLink domain"),
+        ("expert_parallelism", int, "GPUs that share one copy of the experts (default: a domain)"),
+        ("tokens_per_gpu", int, "tokens of one step"),
+        ("save", str, f"what the forward keeps: {', '.join(SAVE_POLICIES)}"),
+        ("ring_rows", int, "rows that the ring holds (default: MoKConfig's)"),
+        ("layers", int, "Mixture-of-Experts layers of the model"),
+        ("param_dtype", str, f"of parameters and gradients: {', '.join(PARAM_DTYPES)}"),
+        ("optimizer_bytes", int, "bytes of optimizer state per parameter"),
+        ("memory_gib", float, "memory of one GPU, in GiB"),
+        ("tflops", float, "what a GPU reaches in matrix products, in TFLOP/s"),
+        ("bandwidth_gbs", float, "what a GPU reaches over NVLink in one direction, in GB/s"),
+    ]
+    for name, kind, text in options:
+        default = Request.__dataclass_fields__[name].default
+        text += "" if default is None else " (%(default)s)"
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, metavar="X", help=text)
+    parser.add_argument("--allow-idle", action="store_true", help="leave GPUs idle that fill no group")
+    parser.add_argument("--json", action="store_true", help="for machines: JSON, refusals too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan of parsed arguments; returns the exit status, 1 for a refusal."""
+    fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Request)}
+    try:
+        plan = make_plan(Request(**fields))
+    except ValueError as refusal:
+        if arguments.json:
+            print(json.dumps({"refused": str(refusal)}))
+        else:
+            print(f"refused: {refusal}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(plan.as_dict(), indent=2))
+    else:
+        print_table(plan)
+    return 0
+
+
+def print_table(plan: Plan) -> None:
+    """Shows a plan to a person."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        raise SystemExit("The table needs the package rich (pip install rich); --json does without") from None
+    request, mesh = plan.request, plan.mesh
+    table = Table(title=f"{request.model} on {request.gpus} GPUs, {request.tokens_per_gpu} tokens each")
+    for heading, justify in (("per GPU", "left"), ("", "right"), ("", "left")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for row in _mesh_rows(plan):
+        table.add_row(*row)
+    table.add_section()
+    for name, size, note in _byte_rows(plan.bytes, request):
+        table.add_row(name, f"{size / GIB:.3f} GiB", note)
+    table.add_section()
+    table.add_row("at most at once", f"{plan.bytes.peak / GIB:.3f} GiB", f"of {request.memory_gib:g}")
+    table.add_row(
+        "communication / compute",
+        f"{plan.communication_over_compute:.2f}",
+        f"forward, {mesh.expert - 1}/{mesh.expert} remote, {request.tflops:g} TFLOP/s, {request.bandwidth_gbs:g} GB/s",
+    )
+    Console().print(table)
+
+
+def _mesh_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    request, mesh = plan.request, plan.mesh
+    padding = f"{mesh.padding} of {mesh.expert * mesh.experts_per_gpu} are padding" if mesh.padding else "no padding"
+    if mesh.gpus_with_experts < mesh.expert:
+        padding += f"; {mesh.expert - mesh.gpus_with_experts} of {mesh.expert} GPUs hold nothing else"
+    return [
+        ("mesh", f"{mesh.data} x {mesh.expert}", f"data x expert; domains: {mesh.domains}, idle: {mesh.idle_gpus}"),
+        ("experts", str(mesh.experts_per_gpu), padding),
+        ("busiest over mean", f"{mesh.busiest_over_mean:.3f}", "work, when tokens choose experts evenly"),
+        ("ring rows", str(plan.ring_rows), f"at most {plan.max_rows} can arrive; what does not fit is recomputed"),
+        ("layers", str(request.layers), "routed experts and router; the rest of a model comes on top"),
+    ]
+
+
+def _byte_rows(sizes: GpuBytes, request: Request) -> list[tuple[str, int, str]]:
+    return [
+        ("parameters", sizes.parameters, request.param_dtype),
+        ("gradients", sizes.gradients, request.param_dtype),
+        ("optimizer", sizes.optimizer, f"{request.optimizer_bytes} bytes a parameter"),
+        ("inputs kept", sizes.inputs, "x, expert ids and router weights"),
+        ("residuals", sizes.residuals, f"row table and save={request.save}"),
+        ("arena", sizes.arena, "one for all layers"),
+        ("ring, forward", sizes.forward_ring, "one layer at a time"),
+        ("ring, backward", sizes.backward_ring, "one layer at a time"),
+        ("schedule workspace", sizes.workspace, "one layer at a time"),
+        ("weights in bf16", sizes.weight_copy, "one layer at a time"),
+        ("y; dy, dx", sizes.backward_activations, "one layer at a time"),
+    ]

@@ -1,0 +1,266 @@
+"""Plans: every byte is one that a traced program has, and what does not fit is refused with what would."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from processes import run_python
+from verifier import finish_compiling, start_compiling
+
+import mok_jax
+from mok_jax import plan
+from mok_jax.__main__ import main
+from mok_jax.config import SAVE_POLICIES
+from mok_jax.plan import GIB, Request, make_plan
+from mok_jax.sharding import make_mesh
+from mok_jax.zoo import LAYERS
+
+ARENA_PROGRAM = """
+#include <cstdio>
+#include <bit>
+#include "cuda/workspace.h"
+int main() {
+  long tokens, top_k, hidden;
+  while (std::scanf("%ld %ld %ld", &tokens, &top_k, &hidden) == 3) {
+    const mok::cuda::DeviceArena arena({2, 0, tokens, top_k, hidden, 0, 1, 128, 128});
+    std::printf("%ld %lu\\n", static_cast<long>(arena.bytes), std::bit_ceil(static_cast<unsigned long>(arena.bytes)));
+  }
+}
+"""
+
+
+def run_main(line):
+    return main(line.split())
+
+
+def fitting(model, **changes):
+    """A request that is not refused, on one rack of 72."""
+    return Request(model=model, gpus=72, expert_parallelism=8 if model == "mixtral-8x7b" else 72, **changes)
+
+
+def equations(jaxpr, name):
+    """All equations of one primitive, at any depth."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner, name)
+
+
+def nbytes(variables):
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
+
+
+def trace_step(request):
+    """The equations of forward and backward in a training step of the layer, traced from shapes over 72 devices."""
+    layer, planned = LAYERS[request.model], plan.plan_mesh(request)
+    mesh = make_mesh(expert_parallelism=planned.expert, devices=jax.devices("cpu")[:72])
+    experts, tokens = planned.expert * planned.experts_per_gpu, request.tokens_per_gpu * 72
+    hidden, intermediate, top_k = layer.hidden_size, layer.intermediate_size, layer.num_experts_per_tok
+    config = mok_jax.MoKConfig(save=request.save, ring_rows=request.ring_rows)
+    moe = functools.partial(mok_jax.moe, axis_name="expert", config=config, implementation="megakernel")
+    by_token, by_expert = P(mesh.axis_names), P("expert")
+    step = jax.shard_map(moe, mesh=mesh, in_specs=(by_token,) * 3 + (by_expert,) * 3, out_specs=by_token)
+
+    def loss(x, weights, wi_0, wi_1, wo, ids):
+        return step(x, ids, weights, wi_0, wi_1, wo).astype(jnp.float32).sum()
+
+    wi = jax.ShapeDtypeStruct((experts, hidden, intermediate), request.param_dtype)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=range(5)))(
+        jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, top_k), np.float32),
+        wi,
+        wi,
+        jax.ShapeDtypeStruct((experts, intermediate, hidden), request.param_dtype),
+        jax.ShapeDtypeStruct((tokens, top_k), np.int32),
+    ).jaxpr
+    (forward,), (backward,) = (list(equations(jaxpr, name)) for name in ("mok_forward", "mok_backward"))
+    return forward, backward
+
+
+REQUESTS = [
+    *(fitting(model) for model in LAYERS),
+    *(fitting("kimi-k2", save=save, ring_rows=rows) for save in SAVE_POLICIES for rows in (None, 4096)),
+    fitting("qwen3-235b-a22b", param_dtype="bfloat16", tokens_per_gpu=5),
+    *(Request(model="gpt-oss-120b", gpus=72, expert_parallelism=1, save=save) for save in SAVE_POLICIES),
+]
+
+
+@pytest.mark.parametrize("asked", REQUESTS, ids=lambda r: f"{r.model}-{r.save}-{r.ring_rows}-{r.param_dtype}")
+def test_bytes_are_those_of_a_traced_step(asked):
+    made = make_plan(asked)
+    sizes, router = made.bytes, LAYERS[asked.model].hidden_size * LAYERS[asked.model].num_experts
+    router_bytes = router * np.dtype(asked.param_dtype).itemsize
+    forward, backward = trace_step(asked)
+
+    y, row_table, expert_rows, _, *rings, forward_workspace = forward.outvars
+    kept = backward.invars[10:]  # after the operands of the forward, `where`, `dy`, row table and rows per expert
+    assert sizes.residuals == nbytes([row_table, expert_rows, *kept])
+    assert sizes.forward_ring == nbytes(rings) - nbytes(kept)
+    assert sizes.workspace == nbytes([forward_workspace]) == nbytes(backward.outvars[-1:])
+    assert sizes.forward_activations == nbytes([y])
+    assert sizes.inputs == nbytes(forward.invars[:3])
+
+    assert sizes.gradients == router_bytes + nbytes(backward.outvars[2:5])
+    assert sizes.backward_ring == nbytes(backward.outvars[5:-1])
+    assert sizes.backward_activations == nbytes([backward.invars[7], *backward.outvars[:2]])
+
+    experts = nbytes(forward.invars[3:6])  # in bf16, as the kernel takes them
+    if asked.param_dtype == "float32":
+        assert (sizes.weight_copy, sizes.parameters) == (experts, router_bytes + 2 * experts)
+    else:
+        assert (sizes.weight_copy, sizes.parameters) == (0, router_bytes + experts)
+    call = forward.params["call"]
+    assert (made.ring_rows, made.max_rows) == (call.ring_rows, call.max_rows)
+
+
+def test_arena_is_that_of_the_kernels(tmp_path):
+    shapes = [(1, 1, 8), (4096, 8, 7168), (4096, 10, 4096), (777, 3, 2880), (128, 4, 64), (1 << 20, 8, 7168)]
+    source = tmp_path / "arena.cc"
+    source.write_text(ARENA_PROGRAM)
+    program = finish_compiling(*start_compiling("arena", [source]))
+    text = "\n".join(" ".join(map(str, shape)) for shape in shapes)
+    answer = subprocess.run([program], input=text, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    ours = [f"{plan.arena_bytes(*shape)} {plan.allocated_arena_bytes(*shape)}" for shape in shapes]
+    assert answer.splitlines() == ours
+
+
+def test_a_known_cluster():
+    made = make_plan(Request(model="kimi-k2", gpus=576))
+    assert made.mesh == plan.GpuMesh(
+        data=8,
+        expert=72,
+        domains=8,
+        idle_gpus=0,
+        experts_per_gpu=6,
+        padding=48,
+        gpus_with_experts=64,
+        busiest_over_mean=1.125,
+    )
+    parameters = 6 * 3 * 7168 * 2048 + 7168 * 384
+    assert (made.bytes.parameters, made.bytes.optimizer) == (4 * parameters, 8 * parameters)
+    idle = make_plan(Request(model="kimi-k2", gpus=576, expert_parallelism=64, allow_idle=True)).mesh
+    assert (idle.data, idle.expert, idle.idle_gpus, idle.experts_per_gpu, idle.padding) == (8, 64, 64, 6, 0)
+
+
+@pytest.mark.parametrize(("gpus", "domain", "size"), [(72, 72, 36), (72, 36, 12), (70, 8, 2), (71, 9, 4), (6, 72, 6)])
+def test_mesh_is_that_of_make_mesh(gpus, domain, size):
+    devices = jax.devices("cpu")[:gpus]
+    real = make_mesh(expert_parallelism=size, domain_size=domain, devices=devices, allow_idle=True)
+    request = Request(model="kimi-k2", gpus=gpus, domain=domain, expert_parallelism=size, allow_idle=True)
+    made = plan.plan_mesh(request)
+    assert (made.data, made.expert) == real.devices.shape
+    assert made.idle_gpus == gpus - real.size
+
+
+def test_state_and_residuals_grow_with_layers_and_nothing_else():
+    one, three = (dataclasses.asdict(make_plan(fitting("glm-5.2", layers=n)).bytes) for n in (1, 3))
+    grown = {name for name in one if three[name] == 3 * one[name]}
+    assert grown == {"parameters", "gradients", "optimizer", "inputs", "residuals"}
+    assert all(three[name] == one[name] for name in one.keys() - grown)
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "ratios"), [(2048, (0.34, 0.50, 0.59, 0.66)), (1024, (0.67, 1.01, 1.18, 1.32))]
+)
+def test_communication_over_compute(intermediate, ratios):
+    ours = [plan.communication_over_compute(1 - 1 / n, intermediate, 650e12, 315e9) for n in (2, 4, 8, 64)]
+    np.testing.assert_allclose(ours, ratios, atol=0.01)
+    twice = make_plan(fitting("kimi-k2", bandwidth_gbs=630, tflops=1300))
+    assert twice.communication_over_compute == make_plan(fitting("kimi-k2")).communication_over_compute
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": "kimi"}, r"model is 'kimi'; .* nearest is 'kimi-k2'"),
+        ({"gpus": 0}, r"gpus=0 .* nearest is 1"),
+        ({"gpus": 580}, r"gpus=580 must be a multiple of domain=72, .* last 4 .* nearest is 576 \(or allow_idle\)"),
+        ({"domain": 0}, r"domain=0 must be from 1 to 72; the nearest is 1"),
+        ({"domain": 73}, r"domain=73 must be from 1 to 72; the nearest is 72"),
+        ({"expert_parallelism": 80}, r"expert_parallelism=80 must be from 1 to the 72 .* nearest is 72"),
+        ({"expert_parallelism": 64}, r"expert_parallelism=64 would leave devices idle .* is 72"),
+        ({"model": "mixtral-8x7b"}, r"expert_parallelism=72 is more than the 8 experts of mixtral-8x7b; .* is 8"),
+        (
+            {"model": "mixtral-8x7b", "domain": 36, "gpus": 36, "expert_parallelism": 12},
+            r"expert_parallelism=12 is more than the 8 experts .* is 6",
+        ),
+        ({"tokens_per_gpu": 0}, r"tokens_per_gpu=0 .* nearest is 1"),
+        ({"save": "all"}, r"save is 'all'; .* nearest is"),
+        ({"ring_rows": 100}, r"ring_rows is 100; .* nearest legal value is 128"),
+        ({"param_dtype": "float16"}, r"param_dtype is 'float16'; .* nearest is 'bfloat16'"),
+        ({"memory_gib": 0}, r"memory_gib=0 must be a positive number, such as 141"),
+    ],
+)
+def test_refusals_name_argument_value_and_nearest(changes, text):
+    with pytest.raises(ValueError, match=text):
+        make_plan(Request(**{"model": "kimi-k2", "gpus": 576} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"), [({"tokens_per_gpu": 1 << 18}, "tokens_per_gpu"), ({"layers": 60}, "layers")]
+)
+def test_what_does_not_fit_is_refused_with_the_most_that_does(changes, argument):
+    request = fitting("kimi-k2", **changes)
+    with pytest.raises(ValueError, match=r"memory_gib=141: a GPU needs .* GiB .*; the nearest legal value") as refusal:
+        make_plan(request)
+    nearest = int(re.search(rf"{argument}={changes[argument]} is (\d+)\.$", str(refusal.value)).group(1))
+    assert make_plan(dataclasses.replace(request, **{argument: nearest})).bytes.peak <= 141 * GIB
+    with pytest.raises(ValueError, match="memory_gib=141"):
+        make_plan(dataclasses.replace(request, **{argument: nearest + 1}))
+
+
+def test_too_little_memory_for_anything():
+    request = fitting("kimi-k2", memory_gib=2)
+    with pytest.raises(ValueError, match=r"memory_gib=2: .*; the nearest legal value of memory_gib is") as refusal:
+        make_plan(request)
+    nearest = float(re.search(r"memory_gib is (.*)\.$", str(refusal.value)).group(1))
+    make_plan(dataclasses.replace(request, memory_gib=nearest))
+
+
+def test_command_prints_a_table(capsys):
+    assert run_main("plan --model kimi-k2 --gpus 576 --domain 72") == 0
+    text = capsys.readouterr().out
+    for part in ("kimi-k2 on 576 GPUs", "8 x 72", "parameters", "arena", "ring, backward", "0.66"):
+        assert part in text
+
+
+def test_command_prints_json(capsys):
+    assert run_main("plan --model kimi-k2 --gpus 576 --expert-parallelism 64 --allow-idle --json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    made = make_plan(Request(model="kimi-k2", gpus=576, expert_parallelism=64, allow_idle=True))
+    assert printed == made.as_dict()
+    assert printed["bytes"]["peak"] == made.bytes.peak
+
+
+def test_command_refuses(capsys):
+    refused = "plan --model mixtral-8x7b --gpus 72"
+    assert run_main(refused) == 1
+    assert capsys.readouterr().err.startswith("refused: expert_parallelism=72")
+    assert run_main(refused + " --json") == 1
+    assert json.loads(capsys.readouterr().out)["refused"].startswith("expert_parallelism=72")
+
+
+def test_a_plan_starts_no_backend():
+    code = """
+import runpy, sys
+sys.argv = "mok_jax plan --model deepseek-v3 --gpus 72 --json".split()
+try:
+    runpy.run_module("mok_jax", run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # too late once there is a backend
+assert jax.device_count() == 3
+"""
+    assert '"padding": 32' in run_python(code, preamble="")
