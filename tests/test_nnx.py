@@ -9,8 +9,10 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_routing import ROUTERS, random_bias
 
-from mok_jax.nnx import MoE
+from mok_jax import routing
+from mok_jax.nnx import ExpertBias, MoE
 from mok_jax.sharding import make_mesh
 
 HIDDEN, EXPERTS, K = 16, 8, 2
@@ -39,10 +41,32 @@ def make_input(*leading, seed=1):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*leading, HIDDEN)).astype(np.float32))
 
 
+def make_full_layer(mesh=None, **changes):
+    """A layer with everything that a router or shared experts can have, and a bias that matters."""
+    layer = make_layer(
+        mesh,
+        **{
+            "score_function": "sigmoid",
+            "num_groups": 4,
+            "group_topk": 2,
+            "routed_scaling_factor": 2.5,
+            "expert_bias": True,
+            "expert_bias_update_rate": 0.25,
+            "seq_aux": True,
+            "num_shared_experts": 2,
+            "shared_intermediate_size": 12,
+            "shared_expert_gate": True,
+        }
+        | changes,
+    )
+    layer.expert_bias[...] = jnp.asarray(random_bias(EXPERTS))
+    return layer
+
+
 @nnx.jit
-def forward(layer, x):
+def forward(layer, x, mask=None):
     # Jitted, so that a layer compiles as one program and layers that are equal share it.
-    return layer(x)
+    return layer(x, mask)
 
 
 @nnx.jit
@@ -69,6 +93,128 @@ def test_mesh_equals_no_mesh(mesh, implementation):
     want = value_and_gradients(make_layer(), x, mask)
     got = value_and_gradients(make_layer(mesh, implementation=implementation), x, mask)
     assert_same(got, want)
+
+
+# What differs from model to model, with few experts: the router, clamps, and the shared expert's width and gate. Not
+# here: gpt-oss' own activation and the biases of its experts, and layers of DeepSeek-V4 that route by token hash.
+LAYERS = {
+    "kimi-k2": {"num_shared_experts": 1},
+    "deepseek-v3": {"num_shared_experts": 1},
+    "deepseek-v4-flash": {"num_shared_experts": 1, "activation_limit": 10.0},
+    "glm-5.2": {"num_shared_experts": 1},
+    "qwen3.5-397b-a17b": {"num_shared_experts": 1, "shared_intermediate_size": 20, "shared_expert_gate": True},
+    "qwen3-235b-a22b": {},
+    "mixtral-8x7b": {},
+    "gpt-oss-120b": {"activation_limit": 7.0},
+}
+
+
+def numpy_swiglu(x, wi_0, wi_1, wo, limit=np.inf):
+    gate, up = np.minimum(x @ wi_0, limit), np.clip(x @ wi_1, -limit, limit)
+    return (gate / (1 + np.exp(-gate)) * up) @ wo
+
+
+def numpy_layer(layer, x, router, limit):
+    """The layer token by token: the model's rule, its experts, its shared expert."""
+    state = {"/".join(map(str, path)): np.asarray(leaf) for path, leaf in nnx.to_flat_state(nnx.state(layer))}
+    ids, weights = router.reference(x @ state["gate/kernel"], state.get("expert_bias", 0))
+    y = np.zeros_like(x, np.float64)
+    for token, row in enumerate(x):
+        for expert, weight in zip(ids[token], weights[token], strict=True):
+            y[token] += weight * numpy_swiglu(row, *(state[name][expert] for name in ("wi_0", "wi_1", "wo")), limit)
+        if "shared_wo" in state:
+            shared = numpy_swiglu(row, state["shared_wi_0"], state["shared_wi_1"], state["shared_wo"])
+            if "shared_gate/kernel" in state:
+                shared /= 1 + np.exp(-row @ state["shared_gate/kernel"])
+            y[token] += shared
+    return y
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_published_models(name):
+    router, arguments = ROUTERS[name]._replace(num_experts=16), LAYERS[name]
+    layer = make_layer(
+        num_experts=router.num_experts,
+        num_experts_per_tok=router.top_k,
+        score_function=router.score_function,
+        softmax_after_topk=router.softmax_after_topk,
+        expert_bias=router.has_bias,
+        num_groups=router.num_groups,
+        group_topk=router.group_topk,
+        routed_scaling_factor=router.scale,
+        **arguments,
+    )
+    if router.has_bias:
+        layer.expert_bias[...] = jnp.asarray(random_bias(router.num_experts))
+    for wi in layer.wi_0, layer.wi_1:
+        wi[...] *= 8  # far enough that clamps clamp
+    x, limit = make_input(9), arguments.get("activation_limit", np.inf)
+    got = forward(layer, x)
+    want = numpy_layer(layer, np.asarray(x), router, limit)
+    assert relative_l2(got.output, want) < F32_TOLERANCE
+    if limit < np.inf:
+        assert relative_l2(numpy_layer(layer, np.asarray(x), router, np.inf), want) > 1e-2
+
+
+def test_full_layer_over_meshes_equals_no_mesh(mesh):
+    x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False).at[2].set(False)
+    want = value_and_gradients(make_full_layer(), x, mask)
+    np.testing.assert_array_equal(want[1].output[2], 0)
+    assert_same(value_and_gradients(make_full_layer(mesh), jnp.where(mask[..., None], x, jnp.nan), mask), want)
+
+    explicit = jax.make_mesh((2, 4), ("data", "expert"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
+    with jax.set_mesh(explicit):
+        assert_same(forward(make_full_layer(explicit), x, mask), want[1])
+
+
+def test_expert_bias_is_state_and_no_parameter(mesh):
+    layer = make_full_layer(mesh)
+    assert isinstance(layer.expert_bias, ExpertBias) and not isinstance(layer.expert_bias, nnx.Param)
+    assert layer.expert_bias.get_value().sharding.is_fully_replicated
+    assert "expert_bias" not in nnx.state(layer, nnx.Param)
+    before = layer.expert_bias.get_value()
+    _, out, (gradients, _) = value_and_gradients(layer, make_input(2, 16), None)
+    assert "expert_bias" not in gradients
+    np.testing.assert_array_equal(out.expert_bias_update, routing.expert_bias_update(out.expert_load, 0.25))
+
+    @nnx.jit
+    def step(layer, x):
+        layer.expert_bias[...] += layer(x).expert_bias_update
+
+    step(layer, make_input(2, 16))
+    np.testing.assert_array_equal(layer.expert_bias[...], before + out.expert_bias_update)
+    assert make_layer(expert_bias=False).expert_bias is None
+    assert forward(make_layer(), make_input(3)).expert_bias_update is None
+
+
+def test_parameters_of_shared_experts():
+    layer = nnx.eval_shape(lambda: make_full_layer(param_dtype=jnp.bfloat16))
+    state = {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(layer))}
+    assert {name: leaf.shape for name, leaf in state.items() if "shared" in name} == {
+        "shared_wi_0": (HIDDEN, 24),
+        "shared_wi_1": (HIDDEN, 24),
+        "shared_wo": (24, HIDDEN),
+        "shared_gate/kernel": (HIDDEN, 1),
+    }
+    assert {name for name, leaf in state.items() if leaf.dtype != jnp.bfloat16} == {"expert_bias"}
+    assert layer.shared_wo.get_metadata("out_sharding") == ("mlp", "embed")
+    # The other parameters are those of the layer without: seeds keep their meaning.
+    np.testing.assert_array_equal(make_full_layer().wo[...], make_layer().wo[...])
+
+
+def test_nan_stays_in_its_token():
+    layer, x = make_full_layer(), make_input(2, 6)
+    got, clean = forward(layer, x.at[0, 3, 5].set(jnp.nan)), forward(layer, x)
+    others = np.arange(12).reshape(2, 6) != 3
+    np.testing.assert_array_equal(got.output[others], clean.output[others])
+    assert np.isnan(got.output[0, 3]).all()
+    assert int(got.expert_load.sum()) == 12 * K
+
+
+def test_sequences_have_a_loss_each():
+    x = make_input(2, 6)
+    apart = [forward(make_full_layer(), x[b]).aux_loss for b in range(2)]
+    assert float(forward(make_full_layer(), x).aux_loss) == pytest.approx(np.mean(apart), rel=1e-5)
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (13,), (2, 4), (2, 2, 3)])
@@ -175,13 +321,25 @@ def test_gradients_reach_every_expert_and_the_gate(mesh):
         ({"num_experts": 1, "num_experts_per_tok": 1}, r"num_experts=1 .* nearest is 4"),
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok=9 .* nearest is 8"),
         ({"score_function": "tanh"}, r"score_function='tanh' .*softmax"),
+        ({"score_function": "sigmoid", "softmax_after_topk": True}, r"softmax_after_topk=True .*='sigmoid'; use"),
         ({"expert_axis": "model"}, r"expert_axis='model' .*'data', 'expert'"),
         ({"intermediate_size": 0}, r"intermediate_size=0 .* nearest is 1"),
+        ({"num_groups": 3}, r"num_groups=3 must divide .*\(8\); the nearest is 2"),
+        ({"num_groups": 8}, r"group_topk=1 must be from 2 to 8: .* nearest is 2"),
+        ({"num_shared_experts": -1}, r"num_shared_experts=-1 .* nearest is 0"),
+        ({"num_shared_experts": 1, "shared_intermediate_size": 0}, r"shared_intermediate_size=0 .* nearest is 1"),
+        ({"shared_intermediate_size": 8}, r"shared_intermediate_size=8 .*num_shared_experts=0.*num_shared_experts=1"),
+        ({"shared_expert_gate": True}, r"shared_expert_gate=True .*num_shared_experts=0.*num_shared_experts=1"),
     ],
 )
 def test_construction_errors(mesh, changes, text):
     with pytest.raises(ValueError, match=text):
         make_layer(mesh, **changes)
+
+
+def test_expert_bias_is_asked_for_and_not_given():
+    with pytest.raises(TypeError, match=r"expert_bias is 0\.5; it must be True, False or None"):
+        make_layer(expert_bias=0.5)
 
 
 def test_call_errors():
