@@ -364,3 +364,37 @@ except ValueError as error:
     for text in printed:
         assert "jax.process_count() is 2" in text
         assert "use one process with more virtual devices" in text and 'implementation="xla"' in text
+
+
+def lower_for_gpu(tokens=16, width=16, inner=24, top_k=1, dtype=jnp.bfloat16):
+    """Lowers a call for a GPU, which needs none."""
+    shapes = [
+        (tokens, width),
+        (tokens, top_k),
+        (tokens, top_k),
+        (64, width, inner),
+        (64, width, inner),
+        (64, inner, width),
+    ]
+    dtypes = [dtype, jnp.int32, jnp.float32, dtype, dtype, dtype]
+    call = functools.partial(mok_jax.moe, implementation="megakernel")
+    arguments = [jax.ShapeDtypeStruct(shape, d) for shape, d in zip(shapes, dtypes, strict=True)]
+    return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def test_lowers_for_a_gpu():
+    assert "mok_forward" in lower_for_gpu().as_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    (
+        ({"dtype": jnp.float32}, TypeError, r"x has dtype float32.*x\.astype\(jnp\.bfloat16\)"),
+        ({"width": 20}, ValueError, r"H, of x, is 20.*multiple of 8.*nearest legal value is (16|24)"),
+        ({"inner": 30}, ValueError, r"I, of wi_0, is 30.*multiple of 8.*nearest legal value is 32"),
+        ({"top_k": 49}, ValueError, r"K, of expert_ids, is 49.*nearest legal value is 48"),
+    ),
+)
+def test_what_gpus_refuse(options, error, text):
+    with pytest.raises(error, match=text):
+        lower_for_gpu(**options)

@@ -35,20 +35,7 @@ __global__ void make_tables(Shape shape, Save save, TileCounts tiles, const int3
   fill_row_table(shape, id_of, t.expert_rows, t.expert_block, t.next, t.rows);
   int32_t valid_slots = 0;
   for (int64_t slot = 0; slot < shape.slots(); ++slot) valid_slots += id_of(shape.rank, slot) >= 0;
-  Plan& p = *t.plan;
-  p.tiles = tiles;
-  p.save = save;
-  p.rank = static_cast<int32_t>(shape.rank);
-  p.ranks = static_cast<int32_t>(shape.ranks);
-  p.experts = static_cast<int32_t>(shape.local_experts);
-  p.ring_blocks = static_cast<int32_t>(shape.ring_rows / kRowBlock);
-  p.minibatch_blocks = static_cast<int32_t>(shape.minibatch_rows / kRowBlock);
-  p.token_blocks = static_cast<int32_t>(ceil_div(shape.tokens, kReduceTokens));
-  p.valid_slots = valid_slots;
-  p.expert_rows = t.expert_rows;
-  p.expert_block = t.expert_block;
-  p.macro_block = t.macro_block;
-  p.macrobatches = cut_macrobatches(t.expert_block, p.experts, p.ring_blocks, t.macro_block);
+  make_plan(shape, tiles, save, valid_slots, t.expert_rows, t.expert_block, t.macro_block, *t.plan);
 }
 
 // One thread. Segments are in place already, as lists are copied around with their pointers.

@@ -14,24 +14,12 @@ struct PlanTables {
 
   Plan plan(const Shape& s, Save save, const int32_t* expert_rows, const TokenIds& tokens) {
     expert_block.assign(s.local_experts + 1, 0);
-    for (int64_t e = 0; e < s.local_experts; ++e) {
-      expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(expert_rows[e], kRowBlock));
-    }
     macro_block.assign(max_macrobatches(s) + 1, 0);
-    Plan p{};
-    p.tiles = tile_counts(s);
-    p.save = save;
-    p.rank = static_cast<int32_t>(s.rank);
-    p.ranks = static_cast<int32_t>(s.ranks);
-    p.experts = static_cast<int32_t>(s.local_experts);
-    p.ring_blocks = static_cast<int32_t>(s.ring_rows / kRowBlock);
-    p.minibatch_blocks = static_cast<int32_t>(s.minibatch_rows / kRowBlock);
-    p.macrobatches = cut_macrobatches(expert_block.data(), p.experts, p.ring_blocks, macro_block.data());
-    p.token_blocks = static_cast<int32_t>(ceil_div(s.tokens, kReduceTokens));
-    p.valid_slots = static_cast<int32_t>(std::ranges::count_if(tokens.clean, [](int32_t id) { return id >= 0; }));
-    p.expert_rows = expert_rows;
-    p.expert_block = expert_block.data();
-    p.macro_block = macro_block.data();
+    place_experts(static_cast<int32_t>(s.local_experts), expert_rows, expert_block.data());
+    const auto valid_slots = std::ranges::count_if(tokens.clean, [](int32_t id) { return id >= 0; });
+    Plan p;
+    make_plan(s, tile_counts(s), save, static_cast<int32_t>(valid_slots), expert_rows, expert_block.data(),
+              macro_block.data(), p);
     return p;
   }
 };

@@ -77,4 +77,23 @@ struct Plan {
   }
 };
 
+// Makes `p` the plan of a rank whose rows are counted; cuts the macrobatches into `macro_block` [max_macrobatches + 1].
+// The plan keeps the pointers.
+MOK_FN void make_plan(const Shape& s, const TileCounts& tiles, Save save, int32_t valid_slots,
+                      const int32_t* expert_rows, const int32_t* expert_block, int32_t* macro_block, Plan& p) {
+  p.tiles = tiles;
+  p.save = save;
+  p.rank = static_cast<int32_t>(s.rank);
+  p.ranks = static_cast<int32_t>(s.ranks);
+  p.experts = static_cast<int32_t>(s.local_experts);
+  p.ring_blocks = static_cast<int32_t>(s.ring_rows / kRowBlock);
+  p.minibatch_blocks = static_cast<int32_t>(s.minibatch_rows / kRowBlock);
+  p.macrobatches = cut_macrobatches(expert_block, p.experts, p.ring_blocks, macro_block);
+  p.token_blocks = static_cast<int32_t>(ceil_div(s.tokens, kReduceTokens));
+  p.valid_slots = valid_slots;
+  p.expert_rows = expert_rows;
+  p.expert_block = expert_block;
+  p.macro_block = macro_block;
+}
+
 }  // namespace mok

@@ -28,6 +28,14 @@ MOK_FN int32_t clean_expert_ids(const Shape& s, const int32_t* ids, int32_t* cle
   return bad_tokens;
 }
 
+// The first row block of each expert, and the end: `expert_block` [experts + 1].
+MOK_FN void place_experts(int32_t experts, const int32_t* expert_rows, int32_t* expert_block) {
+  expert_block[0] = 0;
+  for (int32_t e = 0; e < experts; ++e) {
+    expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(expert_rows[e], kRowBlock));
+  }
+}
+
 // ids(rank, slot): the clean expert id of any rank's slot. Writes `expert_rows` [local_experts], rows without padding,
 // and `expert_block` [local_experts + 1], the first row block of each expert.
 template <class Ids>
@@ -40,10 +48,7 @@ MOK_FN void count_rows(const Shape& s, const Ids& ids, int32_t* expert_rows, int
       if (e >= 0 && e < s.local_experts) ++expert_rows[e];
     }
   }
-  expert_block[0] = 0;
-  for (int64_t e = 0; e < s.local_experts; ++e) {
-    expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(expert_rows[e], kRowBlock));
-  }
+  place_experts(static_cast<int32_t>(s.local_experts), expert_rows, expert_block);
 }
 
 // Fills `rows` [expert_block[local_experts] * kRowBlock]; `next` [local_experts] is scratch.

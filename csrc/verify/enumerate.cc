@@ -19,23 +19,10 @@ RankPlan::RankPlan(const Case& c, const std::vector<int32_t>& clean_ids, int64_t
   fill_row_table(shape, ids, expert_rows.data(), expert_block.data(), next.data(), rows.data());
   clean.assign(clean_ids.begin() + rank * slots, clean_ids.begin() + (rank + 1) * slots);
 
-  const auto count = [](int64_t n) { return static_cast<int32_t>(n); };
-  const int32_t experts = count(shape.local_experts), ring_blocks = count(shape.ring_rows / kRowBlock);
   macro_block.resize(max_macrobatches(shape) + 1);
-  const int32_t macrobatches = cut_macrobatches(expert_block.data(), experts, ring_blocks, macro_block.data());
-  plan = {c.tiles,
-          c.save,
-          count(rank),
-          count(shape.ranks),
-          experts,
-          ring_blocks,
-          count(shape.minibatch_rows / kRowBlock),
-          macrobatches,
-          count(ceil_div(shape.tokens, kReduceTokens)),
-          count(std::ranges::count_if(clean, [](int32_t id) { return id >= 0; })),
-          expert_rows.data(),
-          expert_block.data(),
-          macro_block.data()};
+  const auto valid_slots = std::ranges::count_if(clean, [](int32_t id) { return id >= 0; });
+  make_plan(shape, c.tiles, c.save, static_cast<int32_t>(valid_slots), expert_rows.data(), expert_block.data(),
+            macro_block.data(), plan);
 }
 
 JointProgram::JointProgram(const Case& c) : case_(c), list_begin_{0}, first_counter_{0} {
