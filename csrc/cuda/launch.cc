@@ -4,7 +4,7 @@
 #include <bit>
 #include <map>
 #include <mutex>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/kernels.h"

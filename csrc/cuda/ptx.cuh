@@ -160,6 +160,15 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return t;
 }
 
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 // Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8; it gets or gives elements
 // 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of each.
 __device__ __forceinline__ uint4 load_matrices(uint32_t address) {

@@ -205,15 +205,6 @@ struct Backward {
     weighted = pack_bf16(weighted_hidden[0], weighted_hidden[1]);
   }
 
-  __device__ static __forceinline__ uint4 load_shared(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-  }
-
   // Chunks of 32 columns, each a stage: gate becomes dgate, up becomes dup, and the weighted hidden is third.
   template <bool kLimited>
   __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s,
