@@ -142,7 +142,9 @@ __device__ __forceinline__ void notify_sources(const Rank& rank, const Plan& pla
 
 // One communication worker: claims tasks of the communication list until it is done or the call has failed.
 template <class R>
-__device__ __forceinline__ void communicate(const R& rank, const Plan& plan, const TaskList& list, PullBuffer& buffer) {
+__device__ __forceinline__ void communicate(const R& rank, const Schedule& schedule, PullBuffer& buffer) {
+  const Plan& plan = schedule.plan;
+  const TaskList& list = schedule.communication;
   const DeviceArena arena(rank.shape);
   const CounterMap map(plan);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);

@@ -180,9 +180,8 @@ bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   encoder.bf16s(rank.wi_1_64, c.wi_1 + weights, wi, 128, 64);
   encoder.bf16s(rank.grads_128, rank.grads, wide, 128, 128);
   encoder.bf16s(rank.wo_256, c.wo + weights, wo, 128, 256);
-  encoder.bf16s(rank.gate_up_grads_chunk, gate_up_grads, pair, 64, 128, 2);
-  encoder.bf16s(rank.hidden_chunk, rank.hidden, narrow, 64, 128);
   encoder.bf16s(rank.gate_up_grads_128, gate_up_grads, pair, 128, 128, 2);
+  encoder.bf16s(rank.hidden_128, rank.hidden, narrow, 128, 128);
   encoder.bf16s(rank.wi_0_256, c.wi_0 + weights, wi, 128, 256);
   encoder.bf16s(rank.wi_1_256, c.wi_1 + weights, wi, 128, 256);
   encoder.bf16s(rank.rows_64, rank.rows, wide, 128, 64);

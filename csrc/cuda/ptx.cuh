@@ -169,6 +169,19 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_shared_f32(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_f32(uint32_t address, const float4& v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8; it gets or gives elements
 // 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of each.
 __device__ __forceinline__ uint4 load_matrices(uint32_t address) {

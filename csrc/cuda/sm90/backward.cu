@@ -8,6 +8,8 @@ namespace {
 
 constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock);
 constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: gate, up, or the weighted hidden
+static_assert(3 * kPartBytes == kStepBytes);
+constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
 struct WeightTile {
@@ -28,35 +30,31 @@ struct WeightTile {
 struct Backward {
   using Rank = BackwardRank;
 
-  // Chunks of a hidden_grad tile that have columns; an even number.
+  __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
+    t.stages = 0;
+    if (t.kind == TaskKind::weight_grad) {
+      // All rows of a piece but the padding of its last block beyond a whole step.
+      const int64_t whole = int64_t{t.blocks - 1} * kBlockRows;
+      t.steps = t.blocks > 0 ? steps_of(whole + plan.real_rows(t.block + t.blocks - 1)) : 0;
+      t.begun = plan.begins_earlier(t.macrobatch, t.expert);
+      t.goes_on = plan.ends_later(t.macrobatch, t.expert);
+      return;
+    }
+    t.real_rows = plan.real_rows(t.block);
+    t.steps = steps_of(t.kind == TaskKind::row_grad ? rank.shape.intermediate : rank.shape.hidden);
+    if (t.kind == TaskKind::row_grad) t.steps *= 2;
+    if (t.kind == TaskKind::hidden_grad) t.stages = chunks(rank, t) * kStagesOfStep;
+  }
+  // Chunks of a hidden_grad tile that have columns.
   __device__ static __forceinline__ int32_t chunks(const Rank& rank, const Task& t) {
     const int64_t columns = smaller<int64_t>(kTileColumns, rank.shape.intermediate - t.part * kTileColumns);
-    return 2 * static_cast<int32_t>(ceil_div(columns, 2 * kChunkColumns));
+    return static_cast<int32_t>(ceil_div(columns, kChunkColumns));
   }
-  // All rows of a piece but the padding of its last block beyond a whole step.
-  __device__ static __forceinline__ int32_t weight_grad_steps(const Plan& plan, const Task& t) {
-    if (t.blocks == 0) return 0;
-    return steps_of(int64_t{t.blocks - 1} * kBlockRows + plan.real_rows(t.block + t.blocks - 1));
-  }
-  __device__ static __forceinline__ int32_t stages(const Rank& rank, const Plan& plan, const Task& t) {
-    switch (t.kind) {
-      case TaskKind::gate_up:
-        return steps_of(rank.shape.hidden) * kStagesOfStep;
-      case TaskKind::hidden_grad:
-        return steps_of(rank.shape.hidden) * kStagesOfStep + chunks(rank, t);
-      case TaskKind::row_grad:
-        return 2 * steps_of(rank.shape.intermediate) * kStagesOfStep;
-      case TaskKind::weight_grad:
-        return weight_grad_steps(plan, t) * kStagesOfStep;
-      default:
-        return reduce_stages(rank, t.block);
-    }
-  }
+  __device__ static __forceinline__ int32_t chunks(const QueuedTask& t) { return t.stages / kStagesOfStep - t.steps; }
 
   // ---- Loads.
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    if (t.kind == TaskKind::reduce) return load_slots(rank, s.tiles, t.block, stages);
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Stages& stages) {
     switch (t.kind) {
       case TaskKind::gate_up:
         return load_gate_up(rank, s, t, stages);
@@ -64,15 +62,9 @@ struct Backward {
         return load_hidden_grad(rank, s, t, stages);
       case TaskKind::row_grad:
         return load_row_grad(rank, s, t, stages);
-      case TaskKind::weight_grad:
-        return load_weight_grad(rank, s, t, stages);
       default:
-        return;
+        return load_weight_grad(rank, s, t, stages);
     }
-  }
-
-  __device__ static __forceinline__ int32_t ring_row(const Shared& s, int32_t block) {
-    return s.schedule.plan.ring_block(block) * kBlockRows;
   }
 
   // One step of a product whose operands both have K contiguous, from [rows, K] and [columns, K].
@@ -85,28 +77,27 @@ struct Backward {
     stages.advance<kStagesOfStep>();
   }
 
-  __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    const int32_t count = steps_of(rank.shape.hidden), row = ring_row(s, t.block);
-    const int32_t column = t.part * kTileColumns, expert = t.expert;
+  __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const QueuedTask& t,
+                                                          Stages& stages) {
+    const int32_t count = t.steps, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
       const int32_t k = step * kStepDepth;
       load_dgrad_step(s, stages, &rank.wo_256, k, column, expert,
                       [&](uint8_t* stage, uint64_t* full) { tensor_load_2d(stage, &rank.grads_128, k, row, full); });
     }
-    const Plan& plan = s.schedule.plan;
-    const bool saved = t.macrobatch == 0 && plan.save != Save::nothing;
-    const bf16* chunk = pre_activation_tile(saved ? rank.saved_pre_activations : rank.pre_activations, rank, plan,
-                                            t.block, t.part * (kTileColumns / kGateUpColumns));
-    for (int32_t i = 0; i < chunks(rank, t); ++i, chunk += kChunkElements) {
-      uint8_t* stage = stages.acquire(s.tiles, kChunkElements * 2);
+    const bool saved = t.macrobatch == 0 && rank.save != Save::nothing;
+    const bf16* chunk = pre_activation_tile(saved ? rank.saved_pre_activations : rank.pre_activations, rank, t.ring_row,
+                                            t.part * (kTileColumns / kGateUpColumns));
+    for (int32_t i = 0; i < chunks(t); ++i, chunk += kChunkElements) {
+      uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kChunkElements * 2);
       bulk_load(stage, chunk, kChunkElements * 2, stages.full(s.tiles));
-      stages.advance();
+      stages.advance<kStagesOfStep>();
     }
   }
 
-  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    const int32_t count = steps_of(rank.shape.intermediate), row = ring_row(s, t.block);
-    const int32_t column = t.part * kTileColumns, expert = t.expert;
+  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const QueuedTask& t,
+                                                       Stages& stages) {
+    const int32_t count = t.steps / 2, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t which = 0; which < 2; ++which) {
       const CUtensorMap* weights = which ? &rank.wi_1_256 : &rank.wi_0_256;
       for (int32_t step = 0; step < count; ++step) {
@@ -118,15 +109,15 @@ struct Backward {
     }
   }
 
-  __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    constexpr int32_t kPerBlock = kBlockRows / kStepDepth;
+  __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const QueuedTask& t,
+                                                          Stages& stages) {
     const WeightTile tile(rank.shape, t.part);
     const bool saved = t.macrobatch == 0 && rank.saved_rows;
     const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_64 : saved ? &rank.saved_rows_64 : &rank.rows_64;
-    const int32_t count = weight_grad_steps(s.schedule.plan, t), block = t.block;
-    int32_t row = 0;
+    const int32_t count = t.steps, ring_rows = static_cast<int32_t>(rank.shape.ring_rows);
+    int32_t row = t.ring_row;
     for (int32_t step = 0; step < count; ++step, row += kStepDepth) {
-      if (step % kPerBlock == 0) row = ring_row(s, block + step / kPerBlock);
+      if (row == ring_rows) row = 0;
       uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
       uint64_t* full = stages.full(s.tiles);
 #pragma unroll
@@ -148,20 +139,19 @@ struct Backward {
 
   // ---- Math.
 
-  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const Task& t, Math& math) {
-    const Plan& plan = s.schedule.plan;
+  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
     Accumulators acc;
     switch (t.kind) {
       case TaskKind::gate_up:
-        math.multiply<Layout::activations_weights>(acc, s, steps_of(rank.shape.hidden));
-        store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, plan, t.block, t.part));
+        math.multiply<Layout::activations_weights>(acc, s, t.steps);
+        store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
         return math.stage_nothing(s);
       case TaskKind::hidden_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, steps_of(rank.shape.hidden));
+        math.multiply<Layout::activations_weights_k>(acc, s, t.steps);
         if (is_limited(rank)) return through_swiglu<true>(acc, rank, s, t, math);
         return through_swiglu<false>(acc, rank, s, t, math);
       case TaskKind::row_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, 2 * steps_of(rank.shape.intermediate));
+        math.multiply<Layout::activations_weights_k>(acc, s, t.steps);
         return math.stage_rows(acc, s);
       case TaskKind::weight_grad:
         return compute_weight_grad(acc, rank, s, t, math);
@@ -177,24 +167,33 @@ struct Backward {
     float weight;
     float dot;
   };
+  // The two rows of which this thread has accumulators.
+  __device__ static __forceinline__ int32_t first_row() { return thread_index() / 32 * 16 + lane_index() / 4; }
+  __device__ static __forceinline__ void find_rows(const Rank& rank, const QueuedTask& t, Row (&rows)[2]) {
+#pragma unroll
+    for (int32_t i = 0; i < 2; ++i) {
+      const int32_t row = first_row() + 8 * i;
+      rows[i].real = row < t.real_rows;
+      rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + t.ring_row + row) : 0.f;
+      rows[i].dot = 0.f;
+    }
+  }
 
   // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs
-  // of bf16. A padding row counts as zeros, whatever infinite weights made of it.
+  // of bf16.
   template <bool kLimited>
-  __device__ static __forceinline__ void swiglu_pair(Row& row, const float* hidden_grad, float limit, uint32_t& gate,
-                                                     uint32_t& up, uint32_t& weighted) {
-    gate = row.real ? gate : 0;
-    up = row.real ? up : 0;
+  __device__ static __forceinline__ void swiglu_pair(Row& row, float hidden_grad_0, float hidden_grad_1, float limit,
+                                                     uint32_t& gate, uint32_t& up, uint32_t& weighted) {
     const float2 gates = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gate));
     const float2 ups = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(up));
     float gate_grad[2], up_grad[2], weighted_hidden[2];
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       const float raw_gate = i ? gates.y : gates.x, raw_up = i ? ups.y : ups.x;
-      const float unweighted = row.real ? hidden_grad[i] : 0.f;
+      const float unweighted = i ? hidden_grad_1 : hidden_grad_0, grad = __fmul_rn(row.weight, unweighted);
       const float g = clamp_gate<kLimited>(raw_gate, limit), u = clamp_up<kLimited>(raw_up, limit);
       const float s = sigmoid(g), silu = __fmul_rn(g, s), hidden = __fmul_rn(silu, u);
-      const float grad = __fmul_rn(row.weight, unweighted), slope = __fmaf_rn(silu, 1.f - s, s);
+      const float slope = __fmaf_rn(silu, 1.f - s, s);
       row.dot = __fmaf_rn(unweighted, hidden, row.dot);
       gate_grad[i] = kLimited && raw_gate > limit ? 0.f : __fmul_rn(__fmul_rn(grad, u), slope);
       up_grad[i] = kLimited && (raw_up > limit || raw_up < -limit) ? 0.f : __fmul_rn(grad, silu);
@@ -205,78 +204,125 @@ struct Backward {
     weighted = pack_bf16(weighted_hidden[0], weighted_hidden[1]);
   }
 
-  // Chunks of 32 columns, each a stage: gate becomes dgate, up becomes dup, and the weighted hidden is third.
+  // What a thread holds of a chunk: 8 columns of both rows a vector, pairs of rows 0, 1, 0, 1.
+  struct Chunk {
+    uint4 gate[kChunkVectors], up[kChunkVectors];
+
+    __device__ __forceinline__ explicit Chunk(uint32_t fragments) {
+#pragma unroll
+      for (int32_t v = 0; v < kChunkVectors; ++v) {
+        gate[v] = load_shared(fragments + v * 512);
+        up[v] = load_shared(fragments + kPartBytes + v * 512);
+      }
+    }
+  };
+  // A vector's gradient of the hidden.
+  struct HiddenGrad {
+    float4 a, b;
+
+    __device__ __forceinline__ explicit HiddenGrad(uint32_t parked)
+        : a(load_shared_f32(parked)), b(load_shared_f32(parked + kParkedPitch)) {}
+  };
+
+  // The hidden's gradient back through SwiGLU, in chunks of 64 columns, each two stages: gate becomes dgate, up becomes
+  // dup, and the weighted hidden is third. Accumulators wait in the staging area, half of them at a time, so that the
+  // chunks can be a loop: unrolled over registers it is 75 KB of instructions, and fetching those takes longer than
+  // running them.
   template <bool kLimited>
   __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s,
-                                                        const Task& t, Math& math) {
+                                                        const QueuedTask& t, Math& math) {
     Row rows[2];
-    find_rows(rank, s, t, rows);
-    // Results lie in rows of 64 bytes, whose 16-byte piece p is at p xor (row / 2 mod 4): the 64-byte swizzle.
-    const int32_t lane = lane_index(), row = thread_index() / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
-    const uint32_t result = row * 64 + ((lane / 16 ^ (row / 2 % 4)) << 4), fragment = fragment_offset() * 2;
-#pragma unroll
-    for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
-      if (chunk >= chunks(rank, t)) break;
-      const uint32_t stage = math.stages.wait_full(s.tiles);
-      const uint32_t from = stage + fragment;
-      uint4 gate[2] = {load_shared(from), load_shared(from + 512)};
-      uint4 up[2] = {load_shared(from + kPartBytes), load_shared(from + kPartBytes + 512)};
-      __syncwarp();  // the warp's results take the place of what the warp has read
-#pragma unroll
-      for (int32_t i = 0; i < 2; ++i) {
-        const float* grad = acc + chunk * 16 + i * 8;
-        const float limit = rank.activation_limit;
-        uint4 weighted;
-        swiglu_pair<kLimited>(rows[0], grad, limit, gate[i].x, up[i].x, weighted.x);
-        swiglu_pair<kLimited>(rows[1], grad + 2, limit, gate[i].y, up[i].y, weighted.y);
-        swiglu_pair<kLimited>(rows[0], grad + 4, limit, gate[i].z, up[i].z, weighted.z);
-        swiglu_pair<kLimited>(rows[1], grad + 6, limit, gate[i].w, up[i].w, weighted.w);
-        const uint32_t to = stage + (result ^ i * 32);
-        store_matrices(to, gate[i].x, gate[i].y, gate[i].z, gate[i].w);
-        store_matrices(to + kPartBytes, up[i].x, up[i].y, up[i].z, up[i].w);
-        store_matrices(to + 2 * kPartBytes, weighted.x, weighted.y, weighted.z, weighted.w);
+    find_rows(rank, t, rows);
+    const float limit = rank.activation_limit;
+    const int32_t count = chunks(t);
+    math.staging.acquire(s.tiles);
+    // Two chunks from half of the accumulators.
+    const auto half = [&](const float* acc, int32_t begin) {
+      const uint32_t parked = math.park_address(s);
+      park(acc, parked);
+#pragma unroll 1
+      for (int32_t chunk = begin; chunk < smaller(begin + 2, count); ++chunk) {
+        const uint32_t stage = math.stages.wait_full(s.tiles);
+        Chunk held(stage + fragment_offset() * 2);
+        __syncwarp();  // the warp's results take the place of what the warp has read
+        const uint32_t grads = parked + (chunk - begin) * (2 * kChunkVectors * kParkedPitch);
+        store_results<kLimited>(held, grads, rows, limit, stage, t.real_rows < kBlockRows);
+        if (chunk == count - 1) store_router_parts(rank, t, rows);
+        fence_proxy_async_shared();
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(math.stages.chunk_full(s.tiles));
+        math.stages.advance<kStagesOfStep>();
       }
-      if (chunk == chunks(rank, t) - 1) store_router_parts(rank, s, t, rows);
-      fence_proxy_async_shared();
-      __syncwarp();
-      if (lane_index() == 0) mbarrier_arrive(math.stages.chunk_full(s.tiles));
-      math.stages.advance();
+    };
+    half(acc, 0);
+    half(acc + kAccumulators / 2, 2);
+  }
+
+  // Half of a thread's accumulators, as 16-byte vectors of the warpgroup's threads side by side.
+  __device__ static __forceinline__ void park(const float* acc, uint32_t parked) {
+#pragma unroll
+    for (int32_t i = 0; i < kAccumulators / 8; ++i) {
+      store_shared_f32(parked + i * kParkedPitch,
+                       make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
     }
   }
 
-  // The two rows of which this thread has accumulators.
-  __device__ static __forceinline__ int32_t first_row() { return thread_index() / 32 * 16 + lane_index() / 4; }
-  __device__ static __forceinline__ void find_rows(const Rank& rank, Shared& s, const Task& t, Row (&rows)[2]) {
-    const int32_t real_rows = s.schedule.plan.real_rows(t.block);
-#pragma unroll
-    for (int32_t i = 0; i < 2; ++i) {
-      const int32_t row = first_row() + 8 * i;
-      rows[i].real = row < real_rows;
-      rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + ring_row(s, t.block) + row) : 0.f;
-      rows[i].dot = 0.f;
+  // A padding row counts as zeros, whatever infinite weights made of it.
+  __device__ static __forceinline__ void mask(const Row (&rows)[2], HiddenGrad& grad, uint4& gate, uint4& up) {
+    if (!rows[0].real) {
+      gate.x = gate.z = up.x = up.z = 0;
+      grad.a.x = grad.a.y = grad.b.x = grad.b.y = 0.f;
+    }
+    if (!rows[1].real) {
+      gate.y = gate.w = up.y = up.w = 0;
+      grad.a.z = grad.a.w = grad.b.z = grad.b.w = 0.f;
     }
   }
+
+  // Into boxes of 128 rows of 128 bytes in the 128-byte swizzle.
+  template <bool kLimited>
+  __device__ static __forceinline__ void store_results(Chunk& held, uint32_t grads, Row (&rows)[2], float limit,
+                                                       uint32_t stage, bool masked) {
+    const int32_t lane = lane_index(), row = thread_index() / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    const uint32_t result = stage + row * 128;
+    HiddenGrad next(grads);
+#pragma unroll
+    for (int32_t v = 0; v < kChunkVectors; ++v) {
+      HiddenGrad grad = next;
+      if (v + 1 < kChunkVectors) next = HiddenGrad(grads + (v + 1) * 2 * kParkedPitch);
+      uint4 &gate = held.gate[v], &up = held.up[v], weighted;
+      if (masked) mask(rows, grad, gate, up);
+      swiglu_pair<kLimited>(rows[0], grad.a.x, grad.a.y, limit, gate.x, up.x, weighted.x);
+      swiglu_pair<kLimited>(rows[1], grad.a.z, grad.a.w, limit, gate.y, up.y, weighted.y);
+      swiglu_pair<kLimited>(rows[0], grad.b.x, grad.b.y, limit, gate.z, up.z, weighted.z);
+      swiglu_pair<kLimited>(rows[1], grad.b.z, grad.b.w, limit, gate.w, up.w, weighted.w);
+      const uint32_t to = result + (((v * 2 + lane / 16) ^ (lane % 8)) << 4);
+      store_matrices(to, gate.x, gate.y, gate.z, gate.w);
+      store_matrices(to + kPartBytes, up.x, up.y, up.z, up.w);
+      store_matrices(to + 2 * kPartBytes, weighted.x, weighted.y, weighted.z, weighted.w);
+    }
+  }
+
   // Four lanes share a row.
-  __device__ static __forceinline__ void store_router_parts(const Rank& rank, Shared& s, const Task& t,
+  __device__ static __forceinline__ void store_router_parts(const Rank& rank, const QueuedTask& t,
                                                             const Row (&rows)[2]) {
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       float dot = rows[i].dot;
       dot += __shfl_xor_sync(0xffffffff, dot, 1);
       dot += __shfl_xor_sync(0xffffffff, dot, 2);
-      const int64_t row = ring_row(s, t.block) + first_row() + 8 * i;
+      const int64_t row = t.ring_row + first_row() + 8 * i;
       if (lane_index() % 4 == 0) rank.router_parts[row * rank.tiles.hidden_grad + t.part] = dot;
     }
   }
 
   __device__ static __forceinline__ void compute_weight_grad(Accumulators& acc, const Rank& rank, Shared& s,
-                                                             const Task& t, Math& math) {
-    const Plan& plan = s.schedule.plan;
+                                                             const QueuedTask& t, Math& math) {
 #pragma unroll
     for (float& v : acc) v = 0.f;
-    if (plan.begins_earlier(t.macrobatch, t.expert)) load_straddle(acc, straddle_of(rank, t));
-    if (t.blocks > 0) math.multiply<Layout::both_transposed, true>(acc, s, weight_grad_steps(plan, t));
-    if (plan.ends_later(t.macrobatch, t.expert)) {
+    if (t.begun) load_straddle(acc, straddle_of(rank, t));
+    if (t.steps > 0) math.multiply<Layout::both_transposed, true>(acc, s, t.steps);
+    if (t.goes_on) {
       store_straddle(acc, straddle_of(rank, t));
       math.stage_nothing(s);
     } else if (rank.grads_in_f32) {
@@ -327,9 +373,8 @@ struct Backward {
 
   // ---- Stores.
 
-  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena, const Task& t,
-                                               StoreSide& side) {
-    const Plan& plan = s.schedule.plan;
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
+                                               const QueuedTask& t, StoreSide& side) {
     switch (t.kind) {
       case TaskKind::gate_up:
         return store_nothing(s, side);
@@ -337,12 +382,11 @@ struct Backward {
         if (lane_index() == 0) store_chunks(rank, s, t, side);
         return;
       case TaskKind::row_grad:
-        push_rows(rank, plan, arena, t, s, side);
-        if (t.part == 0) push_router_grads(rank, plan, arena, t);
+        push_rows(rank, arena, t, s, side);
+        if (t.part == 0) push_router_grads(rank, arena, t);
         return;
       default:
-        if (plan.ends_later(t.macrobatch, t.expert)) return store_nothing(s, side);
-        return store_weight_grad(rank, s, t, side);
+        return t.goes_on ? store_nothing(s, side) : store_weight_grad(rank, s, t, side);
     }
   }
 
@@ -355,34 +399,37 @@ struct Backward {
     side.advance();
   }
 
-  // One lane stores each chunk's three parts and gives its stage back for the math warps.
-  __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const Task& t, StoreSide& side) {
-    const int32_t row = ring_row(s, t.block), before = steps_of(rank.shape.hidden) * kStagesOfStep,
-                  count = chunks(rank, t);
-    int32_t previous = -1;  // whose stage is given back when the next one's store is under way
-    for (int32_t chunk = 0; chunk < count; ++chunk) {
-      const int32_t slot = side.wait_chunk(s.tiles, before + chunk);
+  // One lane stores each chunk's three parts and gives its stages back for the math warps.
+  __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const QueuedTask& t,
+                                                      StoreSide& side) {
+    const auto give_back = [&](int32_t slot) {
+#pragma unroll
+      for (int32_t i = 0; i < kStagesOfStep; ++i) mbarrier_arrive(&s.tiles.stage_empty[slot + i], kMathWarps);
+    };
+    int32_t previous = -1;  // given back when the next one's store is under way
+    for (int32_t chunk = 0; chunk < chunks(t); ++chunk) {
+      const int32_t slot = side.wait_chunk(s.tiles, (t.steps + chunk) * kStagesOfStep);
       const uint8_t* stage = s.tiles.stages[slot];
       const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
-      tensor_store_3d(&rank.gate_up_grads_chunk, stage, column, 0, row);
-      tensor_store_3d(&rank.gate_up_grads_chunk, stage + kPartBytes, column, 1, row);
-      tensor_store_2d(&rank.hidden_chunk, stage + 2 * kPartBytes, column, row);
+      tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, t.ring_row);
+      tensor_store_3d(&rank.gate_up_grads_128, stage + kPartBytes, column, 1, t.ring_row);
+      tensor_store_2d(&rank.hidden_128, stage + 2 * kPartBytes, column, t.ring_row);
       bulk_commit();
       if (previous >= 0) {
         bulk_wait_read<1>();
-        mbarrier_arrive(&s.tiles.stage_empty[previous], kMathWarps);
+        give_back(previous);
       }
       previous = slot;
     }
     bulk_wait_read<0>();
-    mbarrier_arrive(&s.tiles.stage_empty[previous], kMathWarps);
+    give_back(previous);
   }
 
   // The router gradient of each row: its parts, added in order of columns.
-  __device__ static __forceinline__ void push_router_grads(const Rank& rank, const Plan& plan, const DeviceArena& arena,
-                                                           const Task& t) {
-    for (int32_t i = lane_index(); i < plan.real_rows(t.block); i += 32) {
-      const float* parts = rank.router_parts + (plan.ring_block(t.block) * kRowBlock + i) * rank.tiles.hidden_grad;
+  __device__ static __forceinline__ void push_router_grads(const Rank& rank, const DeviceArena& arena,
+                                                           const QueuedTask& t) {
+    for (int32_t i = lane_index(); i < t.real_rows; i += 32) {
+      const float* parts = rank.router_parts + int64_t{t.ring_row + i} * rank.tiles.hidden_grad;
       float sum = 0.f;
       for (int32_t part = 0; part < rank.tiles.hidden_grad; ++part) sum += __ldcg(parts + part);
       const RowSource to = rank.row_table[t.block * kRowBlock + i];

@@ -8,22 +8,18 @@ namespace {
 struct Forward {
   using Rank = ForwardRank;
 
-  __device__ static __forceinline__ int32_t steps(const Rank& rank, const Task& t) {
-    if (t.kind == TaskKind::reduce) return 0;
-    return steps_of(t.kind == TaskKind::gate_up ? rank.shape.hidden : rank.shape.intermediate);
-  }
-  __device__ static __forceinline__ int32_t stages(const Rank& rank, const Plan&, const Task& t) {
-    return t.kind == TaskKind::reduce ? reduce_stages(rank, t.block) : steps(rank, t) * kStagesOfStep;
+  __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
+    t.steps = steps_of(t.kind == TaskKind::gate_up ? rank.shape.hidden : rank.shape.intermediate);
+    t.stages = 0;
+    t.real_rows = plan.real_rows(t.block);
   }
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    if (t.kind == TaskKind::reduce) return load_slots(rank, s.tiles, t.block, stages);
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Stages& stages) {
     t.kind == TaskKind::gate_up ? load_gate_up(rank, s, t, stages) : load_down(rank, s, t, stages);
   }
 
-  __device__ static __forceinline__ void load_down(const Rank& rank, Shared& s, const Task& t, Stages& stages) {
-    const int32_t count = steps(rank, t), column = t.part * kTileColumns, expert = t.expert;
-    const int32_t row = s.schedule.plan.ring_block(t.block) * static_cast<int32_t>(kRowBlock);
+  __device__ static __forceinline__ void load_down(const Rank& rank, Shared& s, const QueuedTask& t, Stages& stages) {
+    const int32_t count = t.steps, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
       const int32_t k = step * kStepDepth;
       uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
@@ -56,29 +52,26 @@ struct Forward {
     math.staging.release(s.tiles);
   }
 
-  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const Task& t, Math& math) {
-    const Plan& plan = s.schedule.plan;
+  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
     if (t.kind == TaskKind::reduce) return reduce_tokens<true>(rank, s.call, t.block, s.tiles, math.stages);
     Accumulators acc;
-    math.multiply<Layout::activations_weights>(acc, s, steps(rank, t));
+    math.multiply<Layout::activations_weights>(acc, s, t.steps);
     if (t.kind == TaskKind::down) return math.stage_rows(acc, s);
     if (t.macrobatch == 0 && rank.pre_activations) {
-      store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, plan, t.block, t.part));
+      store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
     }
     if (is_limited(rank)) return stage_hidden<true>(acc, rank.activation_limit, s, math);
     stage_hidden<false>(acc, rank.activation_limit, s, math);
   }
 
-  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena, const Task& t,
-                                               StoreSide& side) {
-    const Plan& plan = s.schedule.plan;
-    if (t.kind == TaskKind::down) return push_rows(rank, plan, arena, t, s, side);
-    const int32_t row = plan.ring_block(t.block) * static_cast<int32_t>(kRowBlock);
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
+                                               const QueuedTask& t, StoreSide& side) {
+    if (t.kind == TaskKind::down) return push_rows(rank, arena, t, s, side);
     for (int32_t group = 0; group < 2; ++group) {
       const uint8_t* staged = side.acquire(s.tiles, group);
       if (lane_index() < kGateUpColumns / kBoxColumns) {
         const int32_t column = t.part * kGateUpColumns + lane_index() * kBoxColumns;
-        tensor_store_2d(&rank.hidden_64, staged + lane_index() * kStagingBox, column, row + group * kGroupRows);
+        tensor_store_2d(&rank.hidden_64, staged + lane_index() * kStagingBox, column, t.ring_row + group * kGroupRows);
       }
       side.release(s.tiles, group);
     }

@@ -3,8 +3,8 @@
 // pushes what these have staged; a communication warp pulls rows. CTAs take their roles in the order in which they
 // arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
-//   stages(rank, plan, task)           how many stages the producer loads
-//   load(rank, s, task, stages)        loads them; by one lane
+//   look_up(rank, plan, task)          fills in the task's steps, and stages besides these; by the scheduler
+//   load(rank, s, task, stages)        loads the stages; by one lane
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, arena, task, side)  by the store warp
 //   spoil(rank)                        makes results NaN, after a failure
@@ -22,11 +22,20 @@ inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
 
+// A task with all that its CTA's warps need to know of the plan, so that none of them stops to look.
+struct QueuedTask : Task {
+  int32_t ring_row;     // of its (first) block
+  int32_t real_rows;    // of its block
+  int32_t steps;        // of its product
+  int32_t stages;       // that the producer loads
+  bool begun, goes_on;  // weight_grad: an earlier macrobatch has begun the expert; a later one has more of it
+};
+
 struct Shared {
   TileMemory tiles;  // first: stages need the strongest alignment
   PullBuffer pull;
   Schedule schedule;
-  Task queue[kQueue];
+  QueuedTask queue[kQueue];
   uint64_t queue_full[kQueue], queue_empty[kQueue];
   int64_t call;  // this one's number
   int32_t here, arrival, last;
@@ -36,17 +45,30 @@ static_assert(kWarps * sizeof(PullBuffer) <= sizeof(TileMemory));
 
 // ---- The scheduler: one lane. Tasks that it has claimed wait in order; only their loads wait for them.
 
-template <class R>
-__device__ __forceinline__ void schedule(const R& rank, Shared& s) {
+template <class Work>
+__device__ __forceinline__ void look_up(const typename Work::Rank& rank, const Plan& plan, QueuedTask& task) {
+  if (task.kind == TaskKind::reduce) {
+    task.steps = 0;
+    task.stages = reduce_stages(rank, task.block);
+    return;
+  }
+  task.ring_row = plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
+  Work::look_up(rank, plan, task);
+  task.stages += task.steps * kStagesOfStep;
+}
+
+template <class Work>
+__device__ __forceinline__ void schedule(const typename Work::Rank& rank, Shared& s) {
   const CounterMap map(s.schedule.plan);
   const int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   for (Turn<kQueue> turn;; turn.advance()) {
     mbarrier_wait(&s.queue_empty[turn.slot()], turn.parity() ^ 1);
-    Task& task = s.queue[turn.slot()];
+    QueuedTask& task = s.queue[turn.slot()];
     const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().compute_ticket), 1ull);
     task.kind = kStop;
     if (ticket < s.schedule.compute.tasks) {
       write_task(rank, s.schedule.plan, s.schedule.compute, ticket, task);
+      look_up<Work>(rank, s.schedule.plan, task);
       if (!wait_for_task(rank, map, counters, task)) task.kind = kStop;
     }
     mbarrier_arrive(&s.queue_full[turn.slot()]);
@@ -59,7 +81,7 @@ template <class Step>
 __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
   for (Turn<kQueue> turn;; turn.advance()) {
     mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
-    const Task& task = s.queue[turn.slot()];
+    const QueuedTask& task = s.queue[turn.slot()];
     if (task.kind == kStop) return;
     work(task);
     __syncwarp();
@@ -72,8 +94,9 @@ __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
 template <class Work>
 __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
   Stages stages;
-  for_each_task(s, [&](const Task& task) {
-    if (lane_index() == 0) Work::load(rank, s, task, stages);
+  for_each_task(s, [&](const QueuedTask& task) {
+    if (lane_index() != 0) return;
+    task.kind == TaskKind::reduce ? load_slots(rank, s.tiles, task.block, stages) : Work::load(rank, s, task, stages);
   });
 }
 
@@ -97,6 +120,10 @@ struct Math {
     for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_row(address, i, acc + 8 * i);
     staging.release(s.tiles);
   }
+  // This thread's place in its warpgroup's staging area, for vectors of 16 bytes.
+  __device__ __forceinline__ uint32_t park_address(Shared& s) {
+    return shared_address(s.tiles.staging[thread_index() / 128]) + thread_index() % 128 * 16;
+  }
   // Nothing is staged; the store warp learns that this warpgroup's own stores are issued, and signals.
   __device__ __forceinline__ void stage_nothing(Shared& s) {
     fence_proxy_async();
@@ -108,20 +135,19 @@ struct Math {
 template <class Work>
 __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
   Math math;
-  for_each_task(s, [&](const Task& task) { Work::compute(rank, s, task, math); });
+  for_each_task(s, [&](const QueuedTask& task) { Work::compute(rank, s, task, math); });
 }
 
 // ---- The store warp.
 
 // Each row of the tile goes straight to its slot at its source.
-__device__ __forceinline__ void push_rows(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                          Shared& s, StoreSide& side) {
+__device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& arena, const QueuedTask& t, Shared& s,
+                                          StoreSide& side) {
   const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
   const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
-  const int32_t count = plan.real_rows(t.block);
   for (int32_t group = 0; group < 2; ++group) {
     const uint8_t* staged = side.acquire(s.tiles, group);
-    for (int32_t i = lane_index(); i < smaller(kGroupRows, count - group * kGroupRows); i += 32) {
+    for (int32_t i = lane_index(); i < smaller(kGroupRows, t.real_rows - group * kGroupRows); i += 32) {
       const RowSource to = rank.row_table[t.block * kRowBlock + group * kGroupRows + i];
       bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
       bulk_store(slot, staged + i * kStagingPitch, bytes);
@@ -136,7 +162,7 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
   const DeviceArena arena(rank.shape);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   StoreSide side;
-  for_each_task(s, [&](const Task& task) {
+  for_each_task(s, [&](const QueuedTask& task) {
     if (task.kind != TaskKind::reduce) {
       Work::store(rank, s, arena, task, side);
       bulk_wait_all();
@@ -144,7 +170,7 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
       __syncwarp();
       if (lane_index() == 0) signal(task, counters);
     }
-    side.skip(Work::stages(rank, s.schedule.plan, task));
+    side.skip(task.stages);
   });
 }
 
@@ -160,13 +186,13 @@ __device__ __forceinline__ void run_compute_cta(const typename Work::Rank& rank,
   }
   give_registers<kServiceRegisters>();
   if (warp == kSchedulerWarp) {
-    if (lane_index() == 0) schedule(rank, s);
+    if (lane_index() == 0) schedule<Work>(rank, s);
   } else if (warp == kProducerWarp) {
     produce<Work>(rank, s);
   } else if (warp == kStoreWarp) {
     store<Work>(rank, s);
   } else if (communicates) {
-    communicate(rank, s.schedule.plan, s.schedule.communication, s.pull);
+    communicate(rank, s.schedule, s.pull);
   }
 }
 
@@ -228,7 +254,7 @@ __device__ __forceinline__ void run(const Launch<typename Work::Rank>& launch) {
     __syncthreads();
     if (is_communication_cta(launch, s.arrival / launch.ranks_here)) {
       PullBuffer* buffers = reinterpret_cast<PullBuffer*>(&s.tiles);
-      communicate(rank, s.schedule.plan, s.schedule.communication, buffers[thread_index() / 32]);
+      communicate(rank, s.schedule, buffers[thread_index() / 32]);
     } else {
       run_compute_cta<Work>(rank, s, launch.communication_ctas == 0);
     }

@@ -1,6 +1,6 @@
 // The final reduce of both directions: out[t] = sum over k, ascending, of (weight *) slot in f32, rounded once. Empty
 // slots are skipped; rows of bad tokens are NaN. Slots pass through the ring of stages, which keeps enough bytes on
-// their way for the memory's full rate: a stage holds some columns of all of a token's slots.
+// their way for the memory's full rate.
 #pragma once
 
 #include "cuda/params.h"
@@ -13,6 +13,10 @@ constexpr float kNaN = __builtin_nanf("");
 struct Float8 {
   float v[8];
 
+  __device__ __forceinline__ void fill(float value) {
+#pragma unroll
+    for (float& one : v) one = value;
+  }
   __device__ __forceinline__ void add_scaled(const uint4& packed, float scale) {
     const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&packed);
 #pragma unroll
@@ -31,78 +35,94 @@ struct Float8 {
   }
 };
 
-// How the slots of a block of tokens are cut into stages. A stage holds at least 256 columns of up to 48 slots:
-// kMaxTopK.
+// How the slots of a block of tokens go through the stages: one slot a stage, or, if it is too wide, as many columns as
+// fit of every slot, then the next columns.
 struct SlotPieces {
-  int32_t h, top_k, tokens, width, across;
-  int64_t first_token;
+  static constexpr int32_t kColumns = kStageBytes / 2;
+  int32_t h, top_k, slots;
+  int64_t first_slot;
 
   __device__ __forceinline__ SlotPieces(const Shape& s, int32_t block) {
     h = static_cast<int32_t>(s.hidden);
     top_k = static_cast<int32_t>(s.top_k);
-    first_token = block * kReduceTokens;
-    tokens = static_cast<int32_t>(smaller(kReduceTokens, s.tokens - first_token));
-    width = kStageBytes / 2 / top_k / 256 * 256;
-    across = (h + width - 1) / width;
+    first_slot = block * kReduceTokens * s.top_k;
+    slots = static_cast<int32_t>(smaller(kReduceTokens * s.top_k, s.slots() - first_slot));
   }
+  __device__ __forceinline__ int32_t count() const { return slots * ((h + kColumns - 1) / kColumns); }
 };
 
 // An even number, like all tasks'; the last one may be empty.
 __device__ __forceinline__ int32_t reduce_stages(const Rank& rank, int32_t block) {
-  const SlotPieces p(rank.shape, block);
-  return (p.tokens * p.across + 1) / 2 * 2;
+  return (SlotPieces(rank.shape, block).count() + 1) / 2 * 2;
 }
 
 __device__ __forceinline__ void load_slots(const Rank& rank, TileMemory& m, int32_t block, Stages& stages) {
   const SlotPieces p(rank.shape, block);
   const DeviceArena arena(rank.shape);
-  const bf16* slots =
-      rank.in_arena<bf16>(rank.shape.rank, arena.at(arena.layout.slots)) + p.first_token * p.top_k * p.h;
-  const int32_t count = p.tokens * p.across;
-  for (int32_t i = 0; i < count; ++i) {
-    const int32_t token = i / p.across, column = i % p.across * p.width, columns = smaller(p.width, p.h - column);
-    uint8_t* stage = stages.acquire(m, p.top_k * columns * 2);
-    for (int32_t k = 0; k < p.top_k; ++k) {
-      const bf16* from = slots + (int64_t{token} * p.top_k + k) * p.h + column;
-      bulk_load(stage + k * p.width * 2, from, columns * 2, stages.full(m));
+  const bf16* from = rank.in_arena<bf16>(rank.shape.rank, arena.at(arena.layout.slots)) + p.first_slot * p.h;
+  for (int32_t first = 0; first < p.h; first += p.kColumns) {
+    const uint32_t bytes = 2 * smaller(p.kColumns, p.h - first);
+    for (int32_t i = 0; i < p.slots; ++i) {
+      uint8_t* stage = stages.acquire(m, bytes);
+      bulk_load(stage, from + int64_t{i} * p.h + first, bytes, stages.full(m));
+      stages.advance();
     }
-    stages.advance();
   }
-  if (count % 2 == 0) return;
+  if (p.count() % 2 == 0) return;
   stages.acquire(m, 0);
   stages.advance();
 }
 
-// By all math warps: each thread has 8 columns of a stage, or several times 8. In the backward slots carry the weight
-// already.
+// What the sum needs to know of a slot; loaded one slot ahead.
+struct SlotTerm {
+  int32_t id;
+  float weight;
+};
+
+// By all math warps. In the backward slots carry the weight already.
 template <bool kWeighted>
 __device__ __forceinline__ void reduce_tokens(const Rank& rank, int64_t call, int32_t block, TileMemory& m,
                                               Stages& stages) {
+  constexpr int32_t kVectors = SlotPieces::kColumns / (256 * 8);  // of 8 columns, a thread
   const SlotPieces p(rank.shape, block);
-  const int32_t* ids = rank.in_arena<int32_t>(rank.shape.rank, DeviceArena(rank.shape).expert_ids(call));
-  const uint8_t* bad = rank.in_workspace<uint8_t>(WorkspaceLayout(rank.shape).bad);
-  const int32_t count = p.tokens * p.across;
-  for (int32_t i = 0; i < (count + 1) / 2 * 2; ++i) {
-    const int64_t token = p.first_token + i / p.across;
-    const int32_t first = i % p.across * p.width, columns = i < count ? smaller(p.width, p.h - first) : 0;
-    stages.wait_full(m);
-    const uint8_t* stage = stages.memory(m);
-    for (int32_t own = thread_index() * 8; own < columns; own += 256 * 8) {
-      Float8 sum;
-#pragma unroll
-      for (float& v : sum.v) v = bad[token] ? kNaN : 0.f;
-      for (int32_t k = 0; k < p.top_k; ++k) {
-        const int64_t slot = token * p.top_k + k;
-        if (ids[slot] < 0) continue;
-        const uint4 packed = *reinterpret_cast<const uint4*>(stage + (k * p.width + own) * 2);
-        sum.add_scaled(packed, kWeighted ? rank.expert_weights[slot] : 1.f);
-      }
-      *reinterpret_cast<uint4*>(rank.out + token * p.h + first + own) = sum.rounded();
-    }
+  const int32_t* ids = rank.in_arena<int32_t>(rank.shape.rank, DeviceArena(rank.shape).expert_ids(call)) + p.first_slot;
+  const float* weights = rank.expert_weights + p.first_slot;
+  const uint8_t* bad = rank.in_workspace<uint8_t>(WorkspaceLayout(rank.shape).bad) + block * kReduceTokens;
+  const auto term = [&](int32_t i) { return SlotTerm{ids[i], kWeighted ? weights[i] : 1.f}; };
+  const auto give_back = [&] {
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(stages.empty(m));
     stages.advance();
+  };
+  for (int32_t first = 0; first < p.h; first += p.kColumns) {
+    const int32_t columns = smaller(p.kColumns, p.h - first), own = thread_index() * 8;
+    bf16* out = rank.out + block * kReduceTokens * p.h + first + own;
+    SlotTerm next = term(0);
+    for (int32_t slot = 0; slot < p.slots; out += p.h, ++bad) {
+      Float8 sums[kVectors];
+      for (Float8& sum : sums) sum.fill(*bad ? kNaN : 0.f);
+      for (int32_t k = 0; k < p.top_k; ++k) {
+        const SlotTerm now = next;
+        next = term(smaller(++slot, p.slots - 1));
+        const uint32_t stage = stages.wait_full(m) + own * 2;
+        if (now.id >= 0) {
+#pragma unroll
+          for (int32_t v = 0; v < kVectors; ++v) {
+            if (own + v * 2048 < columns) sums[v].add_scaled(load_shared(stage + v * 4096), now.weight);
+          }
+        }
+        give_back();
+      }
+#pragma unroll
+      for (int32_t v = 0; v < kVectors; ++v) {
+        if (own + v * 2048 < columns) *reinterpret_cast<uint4*>(out + v * 2048) = sums[v].rounded();
+      }
+    }
+    bad -= p.slots / p.top_k;
   }
+  if (p.count() % 2 == 0) return;
+  stages.wait_full(m);
+  give_back();
 }
 
 // Router gradients of the same tokens: as they came; of empty slots 0, of bad tokens NaN.
