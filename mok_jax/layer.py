@@ -81,10 +81,15 @@ class Parameter(NamedTuple):
 class Settings:
     """What a layer is: the arguments of ``mok_jax.nnx.MoE`` and ``mok_jax.linen.MoE``, checked.
 
+    Where the mesh does not divide ``E``, the first dimension of the experts' weights is ``padded_experts``, with zeros
+    in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can choose padding, its gradients
+    are exact zeros, and it stays zero. A checkpoint of ``E`` experts is loaded with as many zeros at the end:
+    ``jnp.pad(w, ((0, settings.padded_experts - E), (0, 0), (0, 0)))``; the other way round, ``w[:E]``.
+
     Attributes:
       hidden_size: ``H``.
       intermediate_size: ``I``, of one expert.
-      num_experts: ``E``; a multiple of the expert axis' size.
+      num_experts: ``E``, at least the expert axis' size.
       num_experts_per_tok: ``K``.
       score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``, see :func:`mok_jax.routing.expert_scores`.
       softmax_after_topk: take the softmax over a token's chosen logits only (gpt-oss).
@@ -110,9 +115,9 @@ class Settings:
       implementation: see :func:`mok_jax.moe`.
 
     Raises:
-      ValueError: a number is too small, ``E`` is no multiple of the expert axis' size, ``K > E``, groups do not divide
-        ``E`` or hold too few experts, ``score_function`` is unknown, something is said of shared experts where there
-        are none, or the mesh has no such axis.
+      ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
+        hold too few experts, ``score_function`` is unknown, something is said of shared experts where there are none,
+        or the mesh has no such axis.
       TypeError: ``expert_bias`` is no bool.
 
     Example:
@@ -170,8 +175,11 @@ class Settings:
         routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)
-        if self.mesh is not None:
-            _check_divisible(self.num_experts, sharding.axis_size(self.mesh, self.expert_axis))
+        if self.num_experts < self._expert_parallelism:
+            raise ValueError(
+                f"num_experts={self.num_experts} must be at least the expert axis' size ({self._expert_parallelism}); "
+                f"the nearest is {self._expert_parallelism}, or a mesh with a smaller expert axis."
+            )
 
     def _refuse_without_shared_experts(self, argument: str) -> None:
         raise ValueError(
@@ -179,14 +187,23 @@ class Settings:
             "the nearest with shared experts is num_shared_experts=1."
         )
 
+    @property
+    def _expert_parallelism(self) -> int:
+        return 1 if self.mesh is None else sharding.axis_size(self.mesh, self.expert_axis)
+
+    @property
+    def padded_experts(self) -> int:
+        """First dimension of the experts' weights: ``E``, or more where the mesh does not divide it."""
+        return sharding.pad_experts(self.num_experts, self._expert_parallelism).num_experts
+
     def parameters(self) -> dict[str, Parameter]:
         """The layer's parameters, without ``expert_bias``, which no optimizer moves; the order is that of keys."""
-        hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
+        hidden, inner, experts = self.hidden_size, self.intermediate_size, self.padded_experts
         dense = jax.nn.initializers.lecun_normal()
-        each = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        each = self._without_padding(jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,)))
         # Not "exp" on the gate's second axis: every rank routes its own tokens over all experts.
         table = {
-            "gate": Parameter((hidden, experts), ("embed", None), dense),
+            "gate": Parameter((hidden, self.num_experts), ("embed", None), dense),
             "wi_0": Parameter((experts, hidden, inner), ("exp", "embed", "mlp"), each),
             "wi_1": Parameter((experts, hidden, inner), ("exp", "embed", "mlp"), each),
             "wo": Parameter((experts, inner, hidden), ("exp", "mlp", "embed"), each),
@@ -201,6 +218,15 @@ class Settings:
         if self.shared_expert_gate:
             table["shared_gate"] = Parameter((hidden, 1), ("embed", None), dense)
         return table
+
+    def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """``init`` for arrays of the experts, with zeros in the padding: seeds mean the same on every mesh."""
+
+        def padded(key, shape, dtype):
+            experts = init(key, (self.num_experts, *shape[1:]), dtype)
+            return jnp.pad(experts, [(0, shape[0] - self.num_experts)] + [(0, 0)] * (len(shape) - 1))
+
+        return padded
 
     def expert_bias_parameter(self) -> Parameter:
         """The bias of ``expert_bias=True``. Always f32: an update is far below the spacing of bf16 around 1."""
@@ -379,12 +405,3 @@ def _with_auto_axes(mesh: Mesh) -> Mesh:
     if mesh.are_all_axes_auto:
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-def _check_divisible(num_experts: int, expert_parallelism: int) -> None:
-    if num_experts % expert_parallelism:
-        nearest = max(1, round(num_experts / expert_parallelism)) * expert_parallelism
-        raise ValueError(
-            f"num_experts={num_experts} must be a multiple of the expert axis' size ({expert_parallelism}); "
-            f"the nearest is {nearest}."
-        )

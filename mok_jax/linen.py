@@ -38,13 +38,14 @@ class Gate(nn.Module):
 class MoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer.
 
-    Arguments are those of :class:`mok_jax.layer.Settings`, which also says what is refused.
+    Arguments are those of :class:`mok_jax.layer.Settings`, which also says what is refused and is ``layer.settings``.
 
     Parameters (collection ``params``): ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``, boxed with
     the logical axes ``exp``, ``embed``, ``mlp``; with shared experts also ``shared_wi_0, shared_wi_1 [H, S]``,
     ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``. With a mesh they are created sharded by
     :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``nn.logical_axis_rules``) do not say
-    otherwise. Initialisation runs the reference implementation.
+    otherwise. Where it does not divide ``E``, those of the experts are padded with zeros. Initialisation runs the
+    reference implementation.
 
     ``expert_bias [E]``, if asked for, is the one variable of the collection ``moe_state``: it starts at 0, has no
     gradient, and a training step adds ``out.expert_bias_update`` to it.
@@ -89,10 +90,13 @@ class MoE(nn.Module):
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
-        self._settings()  # Raises here, where the arguments were written, and not where the layer is first used.
+        # Not only where the layer is first used: the arguments are refused where they were written.
+        _ = self.settings
         super().__post_init__()
 
-    def _settings(self) -> Settings:
+    @property
+    def settings(self) -> Settings:
+        """All arguments."""
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
     @nn.compact
@@ -109,7 +113,7 @@ class MoE(nn.Module):
         Raises:
           ValueError: as :func:`mok_jax.layer.forward`.
         """
-        settings = self._settings()
+        settings = self.settings
         arrays = {
             name: Gate(settings, parameter, name=name)() if name in GATES else _param(self, name, parameter, settings)
             for name, parameter in settings.parameters().items()

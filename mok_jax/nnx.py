@@ -39,7 +39,8 @@ class MoE(nnx.Module):
     ``embed``, ``mlp``; with shared experts also ``shared_wi_0, shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps
     ``shared_gate/kernel [H, 1]``. With a mesh they are created sharded by
     :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``flax.core.spmd.logical_axis_rules``) do not
-    say otherwise.
+    say otherwise. Where it does not divide ``E``, those of the experts are padded with zeros, see
+    :class:`mok_jax.layer.Settings`, which is ``layer.settings``.
 
     ``expert_bias [E]``, if asked for, is an :class:`ExpertBias` and no ``nnx.Param``: it starts at 0, has no gradient,
     and a training step ends with ``layer.expert_bias[...] += out.expert_bias_update``.

@@ -96,8 +96,9 @@ def pad_experts(num_experts: int, expert_parallelism: int) -> PaddedExperts:
     """Rounds the number of experts up to a multiple of the expert axis' size.
 
     The padding has the last ids. A router keeps its ``num_experts`` columns, so it can never choose them: no id
-    changes, nor does any result. Pad ``wi_0``, ``wi_1`` and ``wo`` with zeros along their first dimension; their
-    gradients there are exact zeros. It costs memory, and the last ranks hold fewer experts than the others, or none.
+    changes, nor does any result. For :func:`mok_jax.moe`, pad ``wi_0``, ``wi_1`` and ``wo`` with zeros along their
+    first dimension; their gradients there are exact zeros. The Flax layers do so by themselves. It costs memory, and
+    the last ranks hold fewer experts than the others, or none.
 
     Args:
       num_experts: ``E``, that the router can choose.

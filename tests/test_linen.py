@@ -55,8 +55,10 @@ def test_same_arguments_as_nnx():
 
 
 @pytest.mark.parametrize("implementation", ["megakernel", "reference"])
-def test_same_bits_as_nnx(mesh, implementation):
-    layer = make_full_layer(mesh if implementation == "megakernel" else None, implementation=implementation)
+def test_same_bits_as_nnx(implementation):
+    """With everything that a layer can have: padded experts over a mesh, or no mesh."""
+    mesh = make_mesh(devices=jax.devices("cpu")[:8]) if implementation == "megakernel" else None
+    layer = make_full_layer(mesh, implementation=implementation, num_experts=12)
     linen, variables = twin(layer)
     x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False)
 
@@ -90,6 +92,8 @@ def test_parameters_are_sharded_and_named(mesh):
     not_jitted = Gate(settings, settings.parameters()["wo"]).init(jax.random.key(0))["params"]["kernel"].value
     for wo in values["params"]["wo"], not_jitted:
         assert wo.sharding.is_equivalent_to(NamedSharding(mesh, P("expert")), 3)
+    padded = jax.eval_shape(make_layer(mesh, num_experts=6).init, jax.random.key(0), make_input(2))["params"]
+    assert padded["wo"].value.shape == (8, 24, HIDDEN) and padded["gate"]["kernel"].value.shape == (HIDDEN, 6)
     # As NNX initialises it: each expert with the variance of its own fan-in.
     assert float(values["params"]["wi_0"].std()) == pytest.approx(HIDDEN**-0.5, rel=0.05)
     assert set(jax.eval_shape(make_layer().init, jax.random.key(0), make_input(1))) == {"params"}

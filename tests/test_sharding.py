@@ -1,14 +1,9 @@
 """Meshes: expert groups inside domains, nothing idle by accident, errors that say what would work."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-import mok_jax
 from mok_jax.sharding import logical_axis_rules, make_mesh, pad_experts
 
 
@@ -94,36 +89,3 @@ def test_padded_experts_are_the_next_multiple(num_experts):
 def test_padding_errors(arguments, text):
     with pytest.raises(ValueError, match=text):
         pad_experts(*arguments)
-
-
-def test_padding_changes_no_bit(devices):
-    """Five experts on one rank, and padded to eight on four: the last rank holds padding alone."""
-    experts, ranks, hidden, intermediate = 5, 4, 16, 24
-    padded, padding = pad_experts(experts, ranks)
-    keys = jax.random.split(jax.random.key(0), 5)
-    x = jax.random.normal(keys[0], (32, hidden))
-    expert_weights, ids = jax.lax.top_k(jax.random.uniform(keys[1], (32, experts)), 2)
-    wi = jax.random.normal(keys[2], (2, experts, hidden, intermediate))
-    wo = jax.random.normal(keys[3], (experts, intermediate, hidden))
-    dy = jax.random.normal(keys[4], x.shape)
-    moe = functools.partial(mok_jax.moe, implementation="megakernel")
-    split = P("expert")
-    sharded_moe = jax.shard_map(
-        functools.partial(moe, axis_name="expert"),
-        mesh=make_mesh(expert_parallelism=ranks, devices=devices[:ranks]),
-        in_specs=split,
-        out_specs=split,
-    )
-
-    def step(moe, *weights):
-        y, pullback = jax.vjp(lambda x, w, *weights: moe(x, ids, w, *weights), x, expert_weights, *weights)
-        return y, *pullback(dy)
-
-    alone = jax.jit(functools.partial(step, moe))(*wi, wo)
-    with_padding = [jnp.pad(w, ((0, padding), (0, 0), (0, 0))) for w in (*wi, wo)]
-    *others, d_wi_0, d_wi_1, d_wo = jax.jit(functools.partial(step, sharded_moe))(*with_padding)
-    for gradient in (d_wi_0, d_wi_1, d_wo):
-        assert gradient.shape[0] == padded == 8
-        assert not gradient[experts:].any()
-    without_padding = (*others, *(gradient[:experts] for gradient in (d_wi_0, d_wi_1, d_wo)))
-    jax.tree.map(np.testing.assert_array_equal, alone, without_padding)
