@@ -242,6 +242,10 @@ class Settings:
 def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
     """Routes every token to its experts and sums their outputs.
 
+    Tokens are split over all axes of the mesh, whatever axes they come replicated over. The output lies along the mesh
+    as ``x`` does, where that is known: with explicit axes, and outside ``jit``. Under ``jit`` with automatic axes it
+    stays split over all of them until XLA, or a ``with_sharding_constraint`` of the caller, says otherwise.
+
     Args:
       settings: of the layer.
       weights: its arrays, of the shapes of ``settings.parameters()``.
@@ -280,7 +284,10 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
             expert_bias_update=None if weights.expert_bias is None else whole,
         )
         compute = jax.sharding.auto_axes(compute, axes=mesh.axis_names, out_sharding=specs)
-    return compute(weights, x, token_mask)
+    out = compute(weights, x, token_mask)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
+    return out
 
 
 def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:

@@ -39,9 +39,21 @@ def test_a_short_last_domain_is_used(devices):
     np.testing.assert_array_equal(positions(mesh, devices), [[0, 1], [2, 3], [4, 5]])
 
 
+def test_tensor_axis_is_innermost(devices):
+    mesh = make_mesh(expert_parallelism=2, tensor_parallelism=3, domain_size=7, devices=devices[:14], allow_idle=True)
+    assert mesh.axis_names == ("data", "expert", "tensor") and mesh.are_all_axes_auto
+    np.testing.assert_array_equal(positions(mesh, devices), [[[0, 1, 2], [3, 4, 5]], [[7, 8, 9], [10, 11, 12]]])
+    assert make_mesh(tensor_parallelism=2, devices=devices[:8]).devices.shape == (1, 4, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"tensor_parallelism": 0}, r"tensor_parallelism=0 must be from 1 to the 8 devices .* nearest is 1"),
+        ({"tensor_parallelism": 9}, r"tensor_parallelism=9 .* nearest is 8"),
+        ({"tensor_parallelism": 3}, r"tensor_parallelism=3 would leave devices idle in a domain of 8; .* is 4"),
+        ({"tensor_parallelism": 2, "expert_parallelism": 5}, r"expert_parallelism=5 .* 8 / 2 devices .* nearest is 4"),
+        ({"tensor_parallelism": 2, "expert_parallelism": 3}, r"expert_parallelism=3 would leave .* of 8; .* is 4"),
         ({"expert_parallelism": 5}, r"expert_parallelism=5 would leave devices idle in a domain of 8; .* is 4"),
         ({"expert_parallelism": 7}, r"expert_parallelism=7 .* is 8"),
         ({"expert_parallelism": 9}, r"expert_parallelism=9 must be from 1 to the 8 devices .* nearest is 8"),
