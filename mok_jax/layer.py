@@ -56,6 +56,9 @@ class Weights(NamedTuple):
     wi_0: jax.Array
     wi_1: jax.Array
     wo: jax.Array
+    wi_0_bias: jax.Array | None = None
+    wi_1_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
     shared_wi_0: jax.Array | None = None
     shared_wi_1: jax.Array | None = None
     shared_wo: jax.Array | None = None
@@ -81,10 +84,26 @@ class Parameter(NamedTuple):
 class Settings:
     """What a layer is: the arguments of ``mok_jax.nnx.MoE`` and ``mok_jax.linen.MoE``, checked.
 
+    Parameters: ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``; with biases also ``wi_0_bias,
+    wi_1_bias [E, I]``, ``wo_bias [E, H]``; with shared experts, side by side in matrices of width ``S``, ``shared_wi_0,
+    shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``.
+
+    Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
+    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation_limit`` is not for them.
+
     Where the mesh does not divide ``E``, the first dimension of the experts' weights is ``padded_experts``, with zeros
     in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can choose padding, its gradients
     are exact zeros, and it stays zero. A checkpoint of ``E`` experts is loaded with as many zeros at the end:
     ``jnp.pad(w, ((0, settings.padded_experts - E), (0, 0), (0, 0)))``; the other way round, ``w[:E]``.
+
+    With ``use_bias`` expert ``e`` computes ``act(x @ wi_0[e] + wi_0_bias[e], x @ wi_1[e] + wi_1_bias[e]) @ wo[e] +
+    wo_bias[e]``, ``act`` being its activation. No kernel knows of it: the first two biases are one more row of
+    ``wi_0`` and ``wi_1`` that meets a 1 in the token, with 7 rows of zeros to keep ``H`` a multiple of 8, and the
+    third is the product ``[N, E] @ [E, H]`` of the tokens' weights and ``wo_bias`` in f32. It costs a copy of the
+    experts' weights in each direction, 8 more columns in all products, rows and buffers (0.3 % for gpt-oss), and
+    ``2 N E H`` FLOPs in f32, twice that in the backward. The copy is not kept for the backward; the price of that is
+    that ``"xla"`` and ``"reference"`` compute their forward again. The first two biases are rounded to ``dtype`` as
+    weights are.
 
     Attributes:
       hidden_size: ``H``.
@@ -105,6 +124,7 @@ class Settings:
       num_shared_experts: experts that every token goes to.
       shared_intermediate_size: width of one shared expert; ``None`` takes ``intermediate_size``.
       shared_expert_gate: multiply what shared experts give by a sigmoid gate (Qwen3.5).
+      use_bias: whether the routed experts' products have biases (gpt-oss).
       activation: of the experts, see :func:`mok_jax.moe`.
       activation_limit: of the experts, see :func:`mok_jax.moe`.
       dtype: what the experts compute and return; ``None`` takes the input's.
@@ -144,6 +164,7 @@ class Settings:
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    use_bias: bool = False
     activation: str = "swiglu"
     activation_limit: float | None = None
     dtype: DTypeLike | None = None
@@ -217,6 +238,13 @@ class Settings:
             }
         if self.shared_expert_gate:
             table["shared_gate"] = Parameter((hidden, 1), ("embed", None), dense)
+        if self.use_bias:
+            zeros = jax.nn.initializers.zeros
+            table |= {
+                "wi_0_bias": Parameter((experts, inner), ("exp", "mlp"), zeros),
+                "wi_1_bias": Parameter((experts, inner), ("exp", "mlp"), zeros),
+                "wo_bias": Parameter((experts, hidden), ("exp", "embed"), zeros),
+            }
         return table
 
     def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -309,14 +337,16 @@ def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax
     )
     tokens = tokens.astype(settings.dtype or x.dtype)
     output = _experts(settings, weights, tokens, routed)
+    if weights.wo_bias is not None:
+        output = output + _last_bias(settings, weights.wo_bias, routed)
     if weights.shared_wo is not None:
-        output = (output + _shared_experts(settings, weights, tokens)).astype(output.dtype)
+        output = output + _shared_experts(settings, weights, tokens)
     load = routing.expert_load(routed.expert_ids, settings.num_experts)
     update = None
     if weights.expert_bias is not None:
         update = routing.expert_bias_update(load, settings.expert_bias_update_rate)
     return MoEOutput(
-        output=output.reshape(x.shape),
+        output=routing.mask_rows(output, mask).astype(tokens.dtype).reshape(x.shape),
         aux_loss=settings.aux_loss_coeff * _load_balance_loss(settings, routed, mask, x.shape[:-1]),
         z_loss=settings.z_loss_coeff * routing.z_loss(logits, mask),
         expert_load=load,
@@ -352,22 +382,27 @@ def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> 
 
 def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: routing.Routing) -> jax.Array:
     """The expert step: ``[N, H] -> [N, H]``, over the mesh if there is one."""
-    moe = functools.partial(
+    mesh = None if settings.mesh is None or settings.mesh.size == 1 else settings.mesh
+    step: Callable[..., jax.Array] = functools.partial(
         mok_jax.moe,
+        axis_name=None if mesh is None else settings.expert_axis,
         activation=settings.activation,
         activation_limit=settings.activation_limit,
         config=settings.config or MoKConfig(),
         implementation=settings.implementation,
     )
-    experts = weights.wi_0, weights.wi_1, weights.wo
-    mesh = settings.mesh
-    if mesh is None or mesh.size == 1:
-        return moe(tokens, routed.expert_ids, routed.expert_weights, *experts)
+    experts: list[Any] = [weights.wi_0, weights.wi_1, weights.wo]
+    if settings.use_bias:
+        # Rematerialised, so that weights with a row more are not kept from the forward to the backward.
+        step = jax.checkpoint(functools.partial(_with_first_biases, step), policy=mok_jax.remat_policy)
+        experts += [weights.wi_0_bias, weights.wi_1_bias]
+    if mesh is None:
+        return step(tokens, routed.expert_ids, routed.expert_weights, *experts)
     by_token, by_expert = P(mesh.axis_names), P(settings.expert_axis)
     step = jax.shard_map(
-        functools.partial(moe, axis_name=settings.expert_axis),
+        step,
         mesh=_with_auto_axes(mesh),
-        in_specs=(by_token,) * 3 + (by_expert,) * 3,
+        in_specs=(by_token,) * 3 + (by_expert,) * len(experts),
         out_specs=by_token,
     )
     padding = ((0, -tokens.shape[0] % mesh.size), (0, 0))
@@ -378,6 +413,35 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
         *experts,
     )
     return output[: tokens.shape[0]]
+
+
+def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, wi_0_bias, wi_1_bias) -> jax.Array:
+    """``moe`` with the two biases as one more row of ``wi_0`` and ``wi_1``, which meets a 1 in the tokens."""
+    columns = 8  # of which 7 are zeros; ``wo`` gets as many, whose outputs are cut off
+    one = jnp.broadcast_to(jnp.arange(columns) == 0, (tokens.shape[0], columns)).astype(tokens.dtype)
+
+    def with_row(weight, bias):
+        return jnp.concatenate([weight, jnp.pad(bias[:, None], ((0, 0), (0, columns - 1), (0, 0)))], axis=1)
+
+    output = moe(
+        jnp.concatenate([tokens, one], axis=1),
+        expert_ids,
+        expert_weights,
+        with_row(wi_0, wi_0_bias),
+        with_row(wi_1, wi_1_bias),
+        jnp.pad(wo, ((0, 0), (0, 0), (0, columns))),
+    )
+    return output[:, : tokens.shape[1]]
+
+
+def _last_bias(settings: Settings, wo_bias: jax.Array, routed: routing.Routing) -> jax.Array:
+    """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``."""
+    # As a product, not a gather, whose gradient would be a scatter-add: those add in any order on a GPU.
+    chosen = routed.expert_ids[..., None] == jnp.arange(wo_bias.shape[0])
+    dense = jnp.sum(jnp.where(chosen, routed.expert_weights[..., None], 0), axis=1)
+    rows = _over_all_axes(settings.mesh, dense)
+    output = jnp.dot(rows, wo_bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return output[: dense.shape[0]]
 
 
 def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:

@@ -38,14 +38,10 @@ class Gate(nn.Module):
 class MoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer.
 
-    Arguments are those of :class:`mok_jax.layer.Settings`, which also says what is refused and is ``layer.settings``.
-
-    Parameters (collection ``params``): ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``, boxed with
-    the logical axes ``exp``, ``embed``, ``mlp``; with shared experts also ``shared_wi_0, shared_wi_1 [H, S]``,
-    ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``. With a mesh they are created sharded by
+    Arguments, parameters and what is refused: :class:`mok_jax.layer.Settings`, which is ``layer.settings``. Parameters
+    are boxed with the logical axes ``exp``, ``embed``, ``mlp``. With a mesh they are created sharded by
     :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``nn.logical_axis_rules``) do not say
-    otherwise. Where it does not divide ``E``, those of the experts are padded with zeros. Initialisation runs the
-    reference implementation.
+    otherwise. Initialisation runs the reference implementation.
 
     ``expert_bias [E]``, if asked for, is the one variable of the collection ``moe_state``: it starts at 0, has no
     gradient, and a training step adds ``out.expert_bias_update`` to it.
@@ -80,6 +76,7 @@ class MoE(nn.Module):
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    use_bias: bool = False
     activation: str = "swiglu"
     activation_limit: float | None = None
     dtype: DTypeLike | None = None

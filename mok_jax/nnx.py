@@ -35,18 +35,13 @@ class Gate(nnx.Module):
 class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
 
-    Parameters: ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``, with the logical axes ``exp``,
-    ``embed``, ``mlp``; with shared experts also ``shared_wi_0, shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps
-    ``shared_gate/kernel [H, 1]``. With a mesh they are created sharded by
+    Arguments, parameters and what is refused: :class:`mok_jax.layer.Settings`, which is ``layer.settings``. Parameters
+    are ``nnx.Param`` with the logical axes ``exp``, ``embed``, ``mlp``. With a mesh they are created sharded by
     :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``flax.core.spmd.logical_axis_rules``) do not
-    say otherwise. Where it does not divide ``E``, those of the experts are padded with zeros, see
-    :class:`mok_jax.layer.Settings`, which is ``layer.settings``.
+    say otherwise.
 
     ``expert_bias [E]``, if asked for, is an :class:`ExpertBias` and no ``nnx.Param``: it starts at 0, has no gradient,
     and a training step ends with ``layer.expert_bias[...] += out.expert_bias_update``.
-
-    Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
-    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation_limit`` is not for them.
 
     Example:
       >>> layer = MoE(hidden_size=8, intermediate_size=16, num_experts=4, num_experts_per_tok=2, rngs=nnx.Rngs(0))
@@ -63,6 +58,9 @@ class MoE(nnx.Module):
     shared_wi_1: nnx.Param
     shared_wo: nnx.Param
     shared_gate: Gate
+    wi_0_bias: nnx.Param
+    wi_1_bias: nnx.Param
+    wo_bias: nnx.Param
 
     def __init__(
         self,
@@ -85,6 +83,7 @@ class MoE(nnx.Module):
         num_shared_experts: int = 0,
         shared_intermediate_size: int | None = None,
         shared_expert_gate: bool = False,
+        use_bias: bool = False,
         activation: str = "swiglu",
         activation_limit: float | None = None,
         dtype: DTypeLike | None = None,
@@ -95,7 +94,7 @@ class MoE(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """Makes the layer and initialises its parameters (LeCun normal, each expert by itself).
+        """Makes the layer and initialises its parameters (LeCun normal, each expert by itself; biases zero).
 
         Args:
           rngs: the key for the parameters; all other arguments are those of :class:`mok_jax.layer.Settings`.
@@ -122,6 +121,7 @@ class MoE(nnx.Module):
             num_shared_experts=num_shared_experts,
             shared_intermediate_size=shared_intermediate_size,
             shared_expert_gate=shared_expert_gate,
+            use_bias=use_bias,
             activation=activation,
             activation_limit=activation_limit,
             dtype=dtype,

@@ -58,7 +58,7 @@ def test_same_arguments_as_nnx():
 def test_same_bits_as_nnx(implementation):
     """With everything that a layer can have: padded experts over a mesh, or no mesh."""
     mesh = make_mesh(devices=jax.devices("cpu")[:8]) if implementation == "megakernel" else None
-    layer = make_full_layer(mesh, implementation=implementation, num_experts=12)
+    layer = make_full_layer(mesh, implementation=implementation, num_experts=12, use_bias=True)
     linen, variables = twin(layer)
     x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False)
 
