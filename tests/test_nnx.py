@@ -127,7 +127,7 @@ def test_padded_experts_over_a_mesh_equal_no_mesh(mesh):
 
 
 # What differs from model to model, with few experts: the router, clamps, and the shared expert's width and gate. Not
-# here: gpt-oss' own activation and the biases of its experts, and layers of DeepSeek-V4 that route by token hash.
+# here: gpt-oss' own activation, biases (`test_biases`), and layers of DeepSeek-V4 that route by token hash.
 LAYERS = {
     "kimi-k2": {"num_shared_experts": 1},
     "deepseek-v3": {"num_shared_experts": 1},
