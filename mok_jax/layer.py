@@ -91,10 +91,11 @@ class Settings:
     Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
     ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation_limit`` is not for them.
 
-    Where the mesh does not divide ``E``, the first dimension of the experts' weights is ``padded_experts``, with zeros
-    in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can choose padding, its gradients
-    are exact zeros, and it stays zero. A checkpoint of ``E`` experts is loaded with as many zeros at the end:
-    ``jnp.pad(w, ((0, settings.padded_experts - E), (0, 0), (0, 0)))``; the other way round, ``w[:E]``.
+    Where the mesh does not divide ``E``, the first dimension of the experts' weights (and biases) is
+    ``padded_experts``, with zeros in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can
+    choose padding, its gradients are exact zeros, and it stays zero. A checkpoint of ``E`` experts is loaded with as
+    many zeros at the end: ``jnp.pad(w, ((0, settings.padded_experts - E), (0, 0), (0, 0)))``; the other way round,
+    ``w[:E]``.
 
     With ``use_bias`` expert ``e`` computes ``act(x @ wi_0[e] + wi_0_bias[e], x @ wi_1[e] + wi_1_bias[e]) @ wo[e] +
     wo_bias[e]``, ``act`` being its activation. No kernel knows of it: the first two biases are one more row of
