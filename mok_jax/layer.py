@@ -455,7 +455,7 @@ def _over_all_axes(mesh: Mesh | None, rows: jax.Array) -> jax.Array:
     """``rows [N, ...]``, padded with zeros to what the mesh can share, each device having its share of them."""
     if mesh is None or mesh.size == 1:
         return rows
-    # Said here: tokens that are replicated over an axis would be computed once for each rank of it.
+    # Said here, padding included: of tokens that the mesh does not divide, XLA would compute some on every device.
     rows = jnp.pad(rows, ((0, -rows.shape[0] % mesh.size), (0, 0)))
     return jax.lax.with_sharding_constraint(rows, NamedSharding(_with_auto_axes(mesh), P(mesh.axis_names)))
 
