@@ -1,7 +1,7 @@
 """Mixture-of-Experts for JAX: dispatch, expert MLP and combine in one persistent kernel per direction.
 
-Importing this package starts no backend. The layer for Flax models is in ``mok_jax.nnx``, meshes in
-``mok_jax.sharding``, routing functions in ``mok_jax.routing``.
+Importing this package starts no backend. The layer for Flax models is in ``mok_jax.nnx`` and ``mok_jax.linen``,
+meshes are in ``mok_jax.sharding``, routing functions in ``mok_jax.routing``.
 """
 
 from mok_jax.api import moe

@@ -1,4 +1,4 @@
-"""Meshes for expert parallelism: where the ``expert`` and ``data`` axes go, and which weights lie along them.
+"""Meshes for expert parallelism: where ``expert``, ``tensor`` and ``data`` axes go, and which weights lie along them.
 
 An expert-parallel group must stay inside one NVLink domain (a host, or a rack of 72), because its ranks read and write
 each other's memory. :func:`make_mesh` puts the ``expert`` axis there and ``data`` around it; any other mesh with such
@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 DATA_AXIS = "data"
 EXPERT_AXIS = "expert"
+TENSOR_AXIS = "tensor"
 
 # GB200 and GB300 NVL72. A run with fewer devices is one domain.
 LARGEST_DOMAIN = 72
@@ -22,6 +23,7 @@ LARGEST_DOMAIN = 72
 def make_mesh(
     *,
     expert_parallelism: int | None = None,
+    tensor_parallelism: int = 1,
     domain_size: int = LARGEST_DOMAIN,
     devices: Sequence[jax.Device] | None = None,
     allow_idle: bool = False,
@@ -29,16 +31,19 @@ def make_mesh(
     """Makes a ``("data", "expert")`` mesh whose expert groups each lie inside one NVLink domain.
 
     Domains are runs of ``domain_size`` consecutive devices, the last one possibly shorter. Each is cut into groups of
-    ``expert_parallelism`` consecutive devices.
+    ``expert_parallelism * tensor_parallelism`` consecutive devices.
 
     Args:
       expert_parallelism: devices that share one copy of the experts; ``None`` takes a whole domain.
+      tensor_parallelism: if above 1, the size of one more axis, ``"tensor"``, of consecutive devices, for the weights
+        of the rest of a model. Experts are whole along it, and the layers split tokens that are replicated over it.
       domain_size: devices in one NVLink domain.
       devices: the devices in domain order; ``None`` means ``jax.devices()``, which starts the backend.
       allow_idle: leave out devices at the end of a domain that do not fill a group (64 of 72, say), instead of raising.
 
     Returns:
-      A :class:`jax.sharding.Mesh` of shape ``[groups, expert_parallelism]`` with automatic axes.
+      A :class:`jax.sharding.Mesh` of shape ``[groups, expert_parallelism]``, or ``[groups, expert_parallelism,
+      tensor_parallelism]``, with automatic axes.
 
     Raises:
       ValueError: a number is below 1, a group is larger than a domain, or devices would be idle without ``allow_idle``.
@@ -51,8 +56,11 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
         raise ValueError("devices=[] must hold at least 1 device.")
-    groups = expert_groups(devices, expert_parallelism, domain_size, allow_idle)
-    return Mesh(np.array(groups), (DATA_AXIS, EXPERT_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    groups = np.array(expert_groups(devices, expert_parallelism, domain_size, allow_idle, tensor_parallelism))
+    axes: tuple[str, ...] = (DATA_AXIS, EXPERT_AXIS)
+    if tensor_parallelism > 1:
+        groups, axes = groups.reshape(len(groups), -1, tensor_parallelism), (*axes, TENSOR_AXIS)
+    return Mesh(groups, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def logical_axis_rules(
@@ -96,8 +104,9 @@ def pad_experts(num_experts: int, expert_parallelism: int) -> PaddedExperts:
     """Rounds the number of experts up to a multiple of the expert axis' size.
 
     The padding has the last ids. A router keeps its ``num_experts`` columns, so it can never choose them: no id
-    changes, nor does any result. Pad ``wi_0``, ``wi_1`` and ``wo`` with zeros along their first dimension; their
-    gradients there are exact zeros. It costs memory, and the last ranks hold fewer experts than the others, or none.
+    changes, nor does any result. For :func:`mok_jax.moe`, pad ``wi_0``, ``wi_1`` and ``wo`` with zeros along their
+    first dimension; their gradients there are exact zeros. The Flax layers do so by themselves. It costs memory, and
+    the last ranks hold fewer experts than the others, or none.
 
     Args:
       num_experts: ``E``, that the router can choose.
@@ -135,7 +144,11 @@ def axis_size(mesh: Mesh, expert_axis: str | tuple[str, ...]) -> int:
 
 
 def expert_groups[D](
-    devices: Sequence[D], expert_parallelism: int | None, domain_size: int, allow_idle: bool
+    devices: Sequence[D],
+    expert_parallelism: int | None,
+    domain_size: int,
+    allow_idle: bool,
+    tensor_parallelism: int = 1,
 ) -> list[Sequence[D]]:
     """The rows of :func:`make_mesh`'s mesh, for anything that stands for devices; raises ValueError as it does.
 
@@ -146,15 +159,23 @@ def expert_groups[D](
     if domain_size < 1:
         raise ValueError(f"domain_size={domain_size} must be at least 1; the nearest is 1.")
     domain_size = min(domain_size, len(devices))
-    size = domain_size if expert_parallelism is None else expert_parallelism
-    if not 1 <= size <= domain_size:
+    if not 1 <= tensor_parallelism <= domain_size:
         raise ValueError(
-            f"expert_parallelism={size} must be from 1 to the {domain_size} devices of one domain; "
-            f"the nearest is {min(max(size, 1), domain_size)}."
+            f"tensor_parallelism={tensor_parallelism} must be from 1 to the {domain_size} devices of one domain; "
+            f"the nearest is {min(max(tensor_parallelism, 1), domain_size)}."
+        )
+    largest = domain_size // tensor_parallelism
+    ranks = largest if expert_parallelism is None else expert_parallelism
+    if not 1 <= ranks <= largest:
+        room = f"{largest} devices" if tensor_parallelism == 1 else f"{domain_size} / {tensor_parallelism} devices"
+        raise ValueError(
+            f"expert_parallelism={ranks} must be from 1 to the {room} of one domain; "
+            f"the nearest is {min(max(ranks, 1), largest)}."
         )
     domains = [devices[start : start + domain_size] for start in range(0, len(devices), domain_size)]
     if not allow_idle:
-        _check_no_idle(size, sorted({len(domain) for domain in domains}))
+        _check_no_idle(ranks, tensor_parallelism, sorted({len(domain) for domain in domains}))
+    size = ranks * tensor_parallelism
     return [d[start : start + size] for d in domains for start in range(0, len(d) - size + 1, size)]
 
 
@@ -163,12 +184,16 @@ def group_sizes_without_idle(sizes: Sequence[int]) -> list[int]:
     return [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
 
 
-def _check_no_idle(expert_parallelism: int, sizes: list[int]) -> None:
-    if all(size % expert_parallelism == 0 for size in sizes):
+def _check_no_idle(expert_parallelism: int, tensor_parallelism: int, sizes: list[int]) -> None:
+    groups = group_sizes_without_idle(sizes)
+    if expert_parallelism * tensor_parallelism in groups:
         return
-    legal = group_sizes_without_idle(sizes)
-    nearest = min(legal, key=lambda n: (abs(n - expert_parallelism), -n))
+    name, value = "expert_parallelism", expert_parallelism
+    legal = [size // tensor_parallelism for size in groups if size % tensor_parallelism == 0]
+    if not legal:
+        name, value, legal = "tensor_parallelism", tensor_parallelism, groups
+    nearest = min(legal, key=lambda n: (abs(n - value), -n))
     raise ValueError(
-        f"expert_parallelism={expert_parallelism} would leave devices idle in a domain of "
-        f"{' or '.join(map(str, sizes))}; the nearest that does not is {nearest} (or pass allow_idle=True)."
+        f"{name}={value} would leave devices idle in a domain of {' or '.join(map(str, sizes))}; "
+        f"the nearest that does not is {nearest} (or pass allow_idle=True)."
     )

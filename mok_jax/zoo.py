@@ -4,7 +4,7 @@ Shapes and routing rules to plan with, to test against and to quote; weights and
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,21 @@ class Layer:
     activation_limit: float | None = None
     expert_biases: bool = False
     hash_routed_layers: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """For ``mok_jax.nnx.MoE`` and ``mok_jax.linen.MoE``: all that they need to know, but for what is left open.
+
+        Layers that route by a hash of the token are not expressed.
+
+        Example:
+          >>> arguments = LAYERS["qwen3.5-397b-a17b"].arguments()
+          >>> arguments["num_experts"], arguments["shared_expert_gate"], "expert_bias" in arguments
+          (512, True, False)
+        """
+        names = {"shared_gated": "shared_expert_gate", "selection_bias": "expert_bias", "expert_biases": "use_bias"}
+        fields = dataclasses.asdict(self)
+        del fields["hash_routed_layers"]
+        return {names.get(name, name): value for name, value in fields.items() if value is not None}
 
 
 LAYERS: dict[str, Layer] = {

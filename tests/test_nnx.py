@@ -59,7 +59,7 @@ def make_full_layer(mesh=None, **changes):
         }
         | changes,
     )
-    layer.expert_bias[...] = jnp.asarray(random_bias(EXPERTS))
+    layer.expert_bias[...] = jnp.asarray(random_bias(layer.settings.num_experts))
     return layer
 
 
@@ -95,8 +95,39 @@ def test_mesh_equals_no_mesh(mesh, implementation):
     assert_same(got, want)
 
 
+def test_padded_experts_over_a_mesh_equal_no_mesh(mesh):
+    """Six experts on four ranks: two are padding, of which nothing is seen but zeros in the experts' weights."""
+    changes = {"num_experts": 6, "num_groups": 3, "group_topk": 2}
+    plain, padded = make_full_layer(**changes), make_full_layer(mesh, implementation="megakernel", **changes)
+    assert padded.settings.padded_experts == 8
+    x = make_input(3, 7)
+    want_value, want_out, (want_gradients, want_dx) = value_and_gradients(plain, x, None)
+    value, out, (gradients, dx) = value_and_gradients(padded, x, None)
+    got = {
+        "value": value,
+        "out": out,
+        "dx": dx,
+        "state": nnx.to_pure_dict(nnx.state(padded)),
+        "gradients": nnx.to_pure_dict(gradients),
+    }
+    for arrays in got["state"], got["gradients"]:
+        for name in ("wi_0", "wi_1", "wo"):
+            assert arrays[name].shape[0] == 8 and not arrays[name][6:].any()
+            arrays[name] = arrays[name][:6]
+    assert_same(
+        got,
+        {
+            "value": want_value,
+            "out": want_out,
+            "dx": want_dx,
+            "state": nnx.to_pure_dict(nnx.state(plain)),
+            "gradients": nnx.to_pure_dict(want_gradients),
+        },
+    )
+
+
 # What differs from model to model, with few experts: the router, clamps, and the shared expert's width and gate. Not
-# here: gpt-oss' own activation and the biases of its experts, and layers of DeepSeek-V4 that route by token hash.
+# here: gpt-oss' own activation, biases (`test_biases`), and layers of DeepSeek-V4 that route by token hash.
 LAYERS = {
     "kimi-k2": {"num_shared_experts": 1},
     "deepseek-v3": {"num_shared_experts": 1},
@@ -317,8 +348,10 @@ def test_gradients_reach_every_expert_and_the_gate(mesh):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_experts": 6}, r"num_experts=6 must be a multiple .*\(4\); the nearest is 8"),
-        ({"num_experts": 1, "num_experts_per_tok": 1}, r"num_experts=1 .* nearest is 4"),
+        (
+            {"num_experts": 3},
+            r"num_experts=3 must be at least the expert axis' size \(4\); the nearest is 4, or a mesh",
+        ),
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok=9 .* nearest is 8"),
         ({"score_function": "tanh"}, r"score_function='tanh' .*softmax"),
         ({"score_function": "sigmoid", "softmax_after_topk": True}, r"softmax_after_topk=True .*='sigmoid'; use"),

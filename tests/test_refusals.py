@@ -309,14 +309,16 @@ def test_partly_manual_shard_map():
 
 
 def test_experts_that_the_axis_does_not_divide():
-    """JAX refuses it before we see the arrays: the text names argument, size and axis. `mok_jax.nnx` names a remedy."""
+    """JAX refuses it before we see the arrays: the text names argument, size and axis. The Flax layers pad."""
     with pytest.raises(ValueError, match=r"args\[3\] of shape float32\[7,16,24\].* 2 does not evenly divide 7"):
         sharded()(*INPUTS[:3], *(w[:7] for w in INPUTS[3:6]))
 
 
-def test_experts_that_the_axis_of_a_layer_does_not_divide():
-    with pytest.raises(ValueError, match=r"num_experts=7 must be a multiple of the expert axis' size \(2\); .* is 8"):
-        MoE(H, I, 7, K, mesh=mesh(), rngs=nnx.Rngs(0))
+def test_fewer_experts_than_ranks_of_a_layer():
+    with pytest.raises(
+        ValueError, match=r"num_experts=1 must be at least the expert axis' size \(2\); the nearest is 2"
+    ):
+        MoE(H, I, 1, 1, mesh=mesh(), rngs=nnx.Rngs(0))
 
 
 def test_top_k_counts_the_experts_of_all_ranks():

@@ -1,14 +1,9 @@
 """Meshes: expert groups inside domains, nothing idle by accident, errors that say what would work."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-import mok_jax
 from mok_jax.sharding import logical_axis_rules, make_mesh, pad_experts
 
 
@@ -44,9 +39,21 @@ def test_a_short_last_domain_is_used(devices):
     np.testing.assert_array_equal(positions(mesh, devices), [[0, 1], [2, 3], [4, 5]])
 
 
+def test_tensor_axis_is_innermost(devices):
+    mesh = make_mesh(expert_parallelism=2, tensor_parallelism=3, domain_size=7, devices=devices[:14], allow_idle=True)
+    assert mesh.axis_names == ("data", "expert", "tensor") and mesh.are_all_axes_auto
+    np.testing.assert_array_equal(positions(mesh, devices), [[[0, 1, 2], [3, 4, 5]], [[7, 8, 9], [10, 11, 12]]])
+    assert make_mesh(tensor_parallelism=2, devices=devices[:8]).devices.shape == (1, 4, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"tensor_parallelism": 0}, r"tensor_parallelism=0 must be from 1 to the 8 devices .* nearest is 1"),
+        ({"tensor_parallelism": 9}, r"tensor_parallelism=9 .* nearest is 8"),
+        ({"tensor_parallelism": 3}, r"tensor_parallelism=3 would leave devices idle in a domain of 8; .* is 4"),
+        ({"tensor_parallelism": 2, "expert_parallelism": 5}, r"expert_parallelism=5 .* 8 / 2 devices .* nearest is 4"),
+        ({"tensor_parallelism": 2, "expert_parallelism": 3}, r"expert_parallelism=3 would leave .* of 8; .* is 4"),
         ({"expert_parallelism": 5}, r"expert_parallelism=5 would leave devices idle in a domain of 8; .* is 4"),
         ({"expert_parallelism": 7}, r"expert_parallelism=7 .* is 8"),
         ({"expert_parallelism": 9}, r"expert_parallelism=9 must be from 1 to the 8 devices .* nearest is 8"),
@@ -94,36 +101,3 @@ def test_padded_experts_are_the_next_multiple(num_experts):
 def test_padding_errors(arguments, text):
     with pytest.raises(ValueError, match=text):
         pad_experts(*arguments)
-
-
-def test_padding_changes_no_bit(devices):
-    """Five experts on one rank, and padded to eight on four: the last rank holds padding alone."""
-    experts, ranks, hidden, intermediate = 5, 4, 16, 24
-    padded, padding = pad_experts(experts, ranks)
-    keys = jax.random.split(jax.random.key(0), 5)
-    x = jax.random.normal(keys[0], (32, hidden))
-    expert_weights, ids = jax.lax.top_k(jax.random.uniform(keys[1], (32, experts)), 2)
-    wi = jax.random.normal(keys[2], (2, experts, hidden, intermediate))
-    wo = jax.random.normal(keys[3], (experts, intermediate, hidden))
-    dy = jax.random.normal(keys[4], x.shape)
-    moe = functools.partial(mok_jax.moe, implementation="megakernel")
-    split = P("expert")
-    sharded_moe = jax.shard_map(
-        functools.partial(moe, axis_name="expert"),
-        mesh=make_mesh(expert_parallelism=ranks, devices=devices[:ranks]),
-        in_specs=split,
-        out_specs=split,
-    )
-
-    def step(moe, *weights):
-        y, pullback = jax.vjp(lambda x, w, *weights: moe(x, ids, w, *weights), x, expert_weights, *weights)
-        return y, *pullback(dy)
-
-    alone = jax.jit(functools.partial(step, moe))(*wi, wo)
-    with_padding = [jnp.pad(w, ((0, padding), (0, 0), (0, 0))) for w in (*wi, wo)]
-    *others, d_wi_0, d_wi_1, d_wo = jax.jit(functools.partial(step, sharded_moe))(*with_padding)
-    for gradient in (d_wi_0, d_wi_1, d_wo):
-        assert gradient.shape[0] == padded == 8
-        assert not gradient[experts:].any()
-    without_padding = (*others, *(gradient[:experts] for gradient in (d_wi_0, d_wi_1, d_wo)))
-    jax.tree.map(np.testing.assert_array_equal, alone, without_padding)

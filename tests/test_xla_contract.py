@@ -461,7 +461,7 @@ np.savez({str(tmp_path / "results.npz")!r}, *restored(*operands))
 def test_import_starts_no_backend():
     """`jax.distributed.initialize` refuses to run once a backend exists."""
     run_python(f"""
-import mok_jax, mok_jax.nnx, mok_jax.routing, mok_jax.sharding
+import mok_jax, mok_jax.linen, mok_jax.nnx, mok_jax.routing, mok_jax.sharding
 jax.distributed.initialize("127.0.0.1:{free_port()}", num_processes=1, process_id=0)
 from test_xla_contract import inputs, moe_of_rank, over_ranks
 assert np.isfinite(jax.jit(over_ranks(moe_of_rank))(*inputs()[:6])).all()

@@ -1,0 +1,479 @@
+"""The Mixture-of-Experts layer as a function of arrays: router, losses, sharding and :func:`mok_jax.moe`.
+
+What :mod:`mok_jax.nnx` and :mod:`mok_jax.linen` share, and all that they do apart from holding parameters:
+:class:`Settings` says what a layer is and which parameters it has, :func:`forward` computes it on global arrays. The
+``shard_map`` that the expert step needs is inside.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax.core import spmd
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+import mok_jax
+from mok_jax import routing, sharding
+from mok_jax.api import Implementation
+from mok_jax.config import MoKConfig
+from mok_jax.reference import accumulator_dtype, swiglu
+
+GATES = ("gate", "shared_gate")
+"""Parameters that are a module's ``kernel``; all others are the layer's own."""
+
+
+@flax.struct.dataclass
+class MoEOutput:
+    """What a layer returns.
+
+    Attributes:
+      output: ``[..., H]`` in the layer's ``dtype``, else the input's; masked tokens are 0.
+      aux_loss: f32 scalar; load-balancing loss times ``aux_loss_coeff``, to be added to the loss.
+      z_loss: f32 scalar; router z-loss times ``z_loss_coeff``, to be added to the loss.
+      expert_load: int32 ``[E]``; tokens that went to each expert, over the whole batch.
+      expert_bias_update: f32 ``[E]``; what to add to the layer's ``expert_bias`` after the step, see
+        :func:`mok_jax.routing.expert_bias_update`. ``None`` where the layer has no bias.
+    """
+
+    output: jax.Array
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    expert_load: jax.Array
+    expert_bias_update: jax.Array | None = None
+
+
+class Weights(NamedTuple):
+    """All arrays of a layer, under the names of its parameters; ``None`` is what a layer does not have."""
+
+    gate: jax.Array
+    wi_0: jax.Array
+    wi_1: jax.Array
+    wo: jax.Array
+    wi_0_bias: jax.Array | None = None
+    wi_1_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
+    shared_wi_0: jax.Array | None = None
+    shared_wi_1: jax.Array | None = None
+    shared_wo: jax.Array | None = None
+    shared_gate: jax.Array | None = None
+    expert_bias: jax.Array | None = None
+
+
+class Parameter(NamedTuple):
+    """How a parameter is made.
+
+    Attributes:
+      shape: of the whole array.
+      axes: a logical name for each dimension, see :func:`mok_jax.sharding.logical_axis_rules`.
+      init: ``(key, shape, dtype) -> array``.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a layer is: the arguments of ``mok_jax.nnx.MoE`` and ``mok_jax.linen.MoE``, checked.
+
+    Parameters: ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``; with biases also ``wi_0_bias,
+    wi_1_bias [E, I]``, ``wo_bias [E, H]``; with shared experts, side by side in matrices of width ``S``, ``shared_wi_0,
+    shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``.
+
+    Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
+    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation_limit`` is not for them.
+
+    Where the mesh does not divide ``E``, the first dimension of the experts' weights (and biases) is
+    ``padded_experts``, with zeros in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can
+    choose padding, its gradients are exact zeros, and it stays zero. A checkpoint of ``E`` experts is loaded with as
+    many zeros at the end: ``jnp.pad(w, ((0, settings.padded_experts - E), (0, 0), (0, 0)))``; the other way round,
+    ``w[:E]``.
+
+    With ``use_bias`` expert ``e`` computes ``act(x @ wi_0[e] + wi_0_bias[e], x @ wi_1[e] + wi_1_bias[e]) @ wo[e] +
+    wo_bias[e]``, ``act`` being its activation. No kernel knows of it: the first two biases are one more row of
+    ``wi_0`` and ``wi_1`` that meets a 1 in the token, with 7 rows of zeros to keep ``H`` a multiple of 8, and the
+    third is the product ``[N, E] @ [E, H]`` of the tokens' weights and ``wo_bias`` in f32. It costs a copy of the
+    experts' weights in each direction, 8 more columns in all products, rows and buffers (0.3 % for gpt-oss), and
+    ``2 N E H`` FLOPs in f32, twice that in the backward. The copy is not kept for the backward; the price of that is
+    that ``"xla"`` and ``"reference"`` compute their forward again. The first two biases are rounded to ``dtype`` as
+    weights are.
+
+    Attributes:
+      hidden_size: ``H``.
+      intermediate_size: ``I``, of one expert.
+      num_experts: ``E``, at least the expert axis' size.
+      num_experts_per_tok: ``K``.
+      score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``, see :func:`mok_jax.routing.expert_scores`.
+      softmax_after_topk: take the softmax over a token's chosen logits only (gpt-oss).
+      num_groups: groups of experts, a divisor of ``E``, see :func:`mok_jax.routing.top_k_routing`.
+      group_topk: groups that a token may choose from.
+      norm_topk_prob: scale a token's ``K`` weights to sum to 1.
+      routed_scaling_factor: multiplies the weights after that.
+      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no.
+      expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
+      aux_loss_coeff: factor of the load-balancing loss.
+      seq_aux: take that loss of each sequence, the last of the leading dimensions of ``x``, instead of the batch.
+      z_loss_coeff: factor of the router z-loss.
+      num_shared_experts: experts that every token goes to.
+      shared_intermediate_size: width of one shared expert; ``None`` takes ``intermediate_size``.
+      shared_expert_gate: multiply what shared experts give by a sigmoid gate (Qwen3.5).
+      use_bias: whether the routed experts' products have biases (gpt-oss).
+      activation: of the experts, see :func:`mok_jax.moe`.
+      activation_limit: of the experts, see :func:`mok_jax.moe`.
+      dtype: what the experts compute and return; ``None`` takes the input's.
+      param_dtype: of all parameters.
+      mesh: the devices to run on, all its axes; ``None`` for one device.
+      expert_axis: the mesh axis, or axes, that the experts are split over; tokens are split over all axes.
+      config: tuning of the kernels, see :class:`mok_jax.MoKConfig`.
+      implementation: see :func:`mok_jax.moe`.
+
+    Raises:
+      ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
+        hold too few experts, ``score_function`` is unknown, something is said of shared experts where there are none,
+        or the mesh has no such axis.
+      TypeError: ``expert_bias`` is no bool.
+
+    Example:
+      >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
+      (4, 16, 8)
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    _: dataclasses.KW_ONLY
+    score_function: str = "softmax"
+    softmax_after_topk: bool = False
+    num_groups: int = 1
+    group_topk: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    expert_bias: bool | None = None
+    expert_bias_update_rate: float = 0.001
+    aux_loss_coeff: float = 0.0
+    seq_aux: bool = False
+    z_loss_coeff: float = 0.0
+    num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
+    use_bias: bool = False
+    activation: str = "swiglu"
+    activation_limit: float | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    mesh: Mesh | None = None
+    expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS
+    config: MoKConfig | None = None
+    implementation: Implementation | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("hidden_size", self.hidden_size, 1),
+            ("intermediate_size", self.intermediate_size, 1),
+            ("num_experts", self.num_experts, 1),
+            ("num_shared_experts", self.num_shared_experts, 0),
+            ("shared_intermediate_size", self.shared_intermediate_size, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}; the nearest is {least}.")
+        if self.num_shared_experts < 1 and self.shared_intermediate_size is not None:
+            self._refuse_without_shared_experts(f"shared_intermediate_size={self.shared_intermediate_size}")
+        if self.num_shared_experts < 1 and self.shared_expert_gate:
+            self._refuse_without_shared_experts("shared_expert_gate=True")
+        if self.expert_bias is not None and not isinstance(self.expert_bias, bool):
+            raise TypeError(
+                f"expert_bias is {self.expert_bias!r}; it must be True, False or None. "
+                "For a value of your own, set the layer's expert_bias after expert_bias=True."
+            )
+        routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
+        routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
+        routing.check_score_function(self.score_function, self.softmax_after_topk)
+        if self.num_experts < self._expert_parallelism:
+            raise ValueError(
+                f"num_experts={self.num_experts} must be at least the expert axis' size ({self._expert_parallelism}); "
+                f"the nearest is {self._expert_parallelism}, or a mesh with a smaller expert axis."
+            )
+
+    def _refuse_without_shared_experts(self, argument: str) -> None:
+        raise ValueError(
+            f"{argument} has no meaning with num_shared_experts={self.num_shared_experts}; "
+            "the nearest with shared experts is num_shared_experts=1."
+        )
+
+    @property
+    def _expert_parallelism(self) -> int:
+        return 1 if self.mesh is None else sharding.axis_size(self.mesh, self.expert_axis)
+
+    @property
+    def padded_experts(self) -> int:
+        """First dimension of the experts' weights: ``E``, or more where the mesh does not divide it."""
+        return sharding.pad_experts(self.num_experts, self._expert_parallelism).num_experts
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The layer's parameters, without ``expert_bias``, which no optimizer moves; the order is that of keys."""
+        hidden, inner, experts = self.hidden_size, self.intermediate_size, self.padded_experts
+        dense = jax.nn.initializers.lecun_normal()
+        each = self._without_padding(jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,)))
+        # Not "exp" on the gate's second axis: every rank routes its own tokens over all experts.
+        table = {
+            "gate": Parameter((hidden, self.num_experts), ("embed", None), dense),
+            "wi_0": Parameter((experts, hidden, inner), ("exp", "embed", "mlp"), each),
+            "wi_1": Parameter((experts, hidden, inner), ("exp", "embed", "mlp"), each),
+            "wo": Parameter((experts, inner, hidden), ("exp", "mlp", "embed"), each),
+        }
+        if self.num_shared_experts:
+            width = self.num_shared_experts * (self.shared_intermediate_size or inner)
+            table |= {
+                "shared_wi_0": Parameter((hidden, width), ("embed", "mlp"), dense),
+                "shared_wi_1": Parameter((hidden, width), ("embed", "mlp"), dense),
+                "shared_wo": Parameter((width, hidden), ("mlp", "embed"), dense),
+            }
+        if self.shared_expert_gate:
+            table["shared_gate"] = Parameter((hidden, 1), ("embed", None), dense)
+        if self.use_bias:
+            zeros = jax.nn.initializers.zeros
+            table |= {
+                "wi_0_bias": Parameter((experts, inner), ("exp", "mlp"), zeros),
+                "wi_1_bias": Parameter((experts, inner), ("exp", "mlp"), zeros),
+                "wo_bias": Parameter((experts, hidden), ("exp", "embed"), zeros),
+            }
+        return table
+
+    def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """``init`` for arrays of the experts, with zeros in the padding: seeds mean the same on every mesh."""
+
+        def padded(key, shape, dtype):
+            experts = init(key, (self.num_experts, *shape[1:]), dtype)
+            return jnp.pad(experts, [(0, shape[0] - self.num_experts)] + [(0, 0)] * (len(shape) - 1))
+
+        return padded
+
+    def expert_bias_parameter(self) -> Parameter:
+        """The bias of ``expert_bias=True``. Always f32: an update is far below the spacing of bf16 around 1."""
+        return Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
+
+    def axis_rules(self) -> tuple[tuple[str, Any], ...]:
+        """From logical axes to axes of the mesh: the caller's rules where there are any, else the package's."""
+        assert self.mesh is not None
+        ours = sharding.logical_axis_rules(self.mesh, self.expert_axis)
+        return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
+
+
+def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
+    """Routes every token to its experts and sums their outputs.
+
+    Tokens are split over all axes of the mesh, whatever axes they come replicated over. The output lies along the mesh
+    as ``x`` does, where that is known: with explicit axes, and outside ``jit``. Under ``jit`` with automatic axes it
+    stays split over all of them until XLA, or a ``with_sharding_constraint`` of the caller, says otherwise.
+
+    Args:
+      settings: of the layer.
+      weights: its arrays, of the shapes of ``settings.parameters()``.
+      x: ``[..., H]``, any number of leading dimensions and any sharding.
+      token_mask: bool ``[...]``, ``True`` for real tokens. Padding is excluded from routing, losses and load,
+        whatever is in its rows of ``x``; its output and its gradient are 0.
+
+    Returns:
+      A :class:`MoEOutput`.
+
+    Raises:
+      ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` another shape than the tokens, or the
+        layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
+
+    Example:
+      >>> settings = Settings(8, 16, num_experts=4, num_experts_per_tok=2)
+      >>> weights = {name: jnp.ones(p.shape) for name, p in settings.parameters().items()}
+      >>> forward(settings, Weights(**weights), jnp.ones((2, 3, 8))).output.shape
+      (2, 3, 8)
+    """
+    if x.ndim < 1 or x.shape[-1] != settings.hidden_size:
+        raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={settings.hidden_size}].")
+    if token_mask is not None and token_mask.shape != x.shape[:-1]:
+        raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
+    compute = functools.partial(_forward, settings)
+    mesh = settings.mesh
+    if mesh is not None and _has_explicit_axes(mesh):
+        # Flattened tokens have no sharding that an explicit mesh can write down; inside, XLA keeps track of it.
+        like_x: Any = jax.typeof(x).sharding.spec
+        whole: Any = P()
+        specs = MoEOutput(
+            output=like_x,
+            aux_loss=whole,
+            z_loss=whole,
+            expert_load=whole,
+            expert_bias_update=None if weights.expert_bias is None else whole,
+        )
+        compute = jax.sharding.auto_axes(compute, axes=mesh.axis_names, out_sharding=specs)
+    out = compute(weights, x, token_mask)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
+    return out
+
+
+def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    # Zeroed before the router: NaN in padding would reach the gradient of its kernel as NaN * 0.
+    tokens = routing.mask_rows(x.reshape(-1, settings.hidden_size), mask)
+    logits = _router_logits(tokens, weights.gate)
+    routed = routing.top_k_routing(
+        logits,
+        settings.num_experts_per_tok,
+        settings.score_function,
+        settings.norm_topk_prob,
+        settings.routed_scaling_factor,
+        mask,
+        softmax_after_topk=settings.softmax_after_topk,
+        expert_bias=weights.expert_bias,
+        num_groups=settings.num_groups,
+        group_topk=settings.group_topk,
+    )
+    tokens = tokens.astype(settings.dtype or x.dtype)
+    output = _experts(settings, weights, tokens, routed)
+    if weights.wo_bias is not None:
+        output = output + _last_bias(settings, weights.wo_bias, routed)
+    if weights.shared_wo is not None:
+        output = output + _shared_experts(settings, weights, tokens)
+    load = routing.expert_load(routed.expert_ids, settings.num_experts)
+    update = None
+    if weights.expert_bias is not None:
+        update = routing.expert_bias_update(load, settings.expert_bias_update_rate)
+    return MoEOutput(
+        output=routing.mask_rows(output, mask).astype(tokens.dtype).reshape(x.shape),
+        aux_loss=settings.aux_loss_coeff * _load_balance_loss(settings, routed, mask, x.shape[:-1]),
+        z_loss=settings.z_loss_coeff * routing.z_loss(logits, mask),
+        expert_load=load,
+        expert_bias_update=update,
+    )
+
+
+def _load_balance_loss(settings: Settings, routed: routing.Routing, mask, leading: tuple[int, ...]) -> jax.Array:
+    """Of the batch, or by sequence: the last of the ``leading`` dimensions that the tokens had."""
+    if not settings.seq_aux:
+        return routing.load_balance_loss(routed.probs, routed.expert_ids, mask)
+    by_sequence = (math.prod(leading[:-1]), leading[-1] if leading else 1)
+    return routing.sequence_load_balance_loss(
+        routed.probs.reshape(*by_sequence, -1),
+        routed.expert_ids.reshape(*by_sequence, -1),
+        None if mask is None else mask.reshape(by_sequence),
+    )
+
+
+def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> jax.Array:
+    """``(silu(x @ wi_0) * (x @ wi_1)) @ wo``, gated, over all axes of the mesh: ``[N, H]``, not yet rounded."""
+    rows = _over_all_axes(settings.mesh, tokens)
+
+    def wide(lhs, weight):
+        return jnp.dot(lhs, weight.astype(lhs.dtype), preferred_element_type=accumulator_dtype(lhs.dtype))
+
+    hidden = swiglu(wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1), None).astype(tokens.dtype)
+    output = wide(hidden, weights.shared_wo)
+    if weights.shared_gate is not None:
+        output *= jax.nn.sigmoid(_router_logits(rows, weights.shared_gate))
+    return output[: tokens.shape[0]]
+
+
+def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: routing.Routing) -> jax.Array:
+    """The expert step: ``[N, H] -> [N, H]``, over the mesh if there is one."""
+    mesh = None if settings.mesh is None or settings.mesh.size == 1 else settings.mesh
+    step: Callable[..., jax.Array] = functools.partial(
+        mok_jax.moe,
+        axis_name=None if mesh is None else settings.expert_axis,
+        activation=settings.activation,
+        activation_limit=settings.activation_limit,
+        config=settings.config or MoKConfig(),
+        implementation=settings.implementation,
+    )
+    experts: list[Any] = [weights.wi_0, weights.wi_1, weights.wo]
+    if settings.use_bias:
+        # Rematerialised, so that weights with a row more are not kept from the forward to the backward.
+        step = jax.checkpoint(functools.partial(_with_first_biases, step), policy=mok_jax.remat_policy)
+        experts += [weights.wi_0_bias, weights.wi_1_bias]
+    if mesh is None:
+        return step(tokens, routed.expert_ids, routed.expert_weights, *experts)
+    by_token, by_expert = P(mesh.axis_names), P(settings.expert_axis)
+    step = jax.shard_map(
+        step,
+        mesh=_with_auto_axes(mesh),
+        in_specs=(by_token,) * 3 + (by_expert,) * len(experts),
+        out_specs=by_token,
+    )
+    padding = ((0, -tokens.shape[0] % mesh.size), (0, 0))
+    output = step(
+        jnp.pad(tokens, padding),
+        jnp.pad(routed.expert_ids, padding, constant_values=-1),
+        jnp.pad(routed.expert_weights, padding),
+        *experts,
+    )
+    return output[: tokens.shape[0]]
+
+
+def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, wi_0_bias, wi_1_bias) -> jax.Array:
+    """``moe`` with the two biases as one more row of ``wi_0`` and ``wi_1``, which meets a 1 in the tokens."""
+    columns = 8  # of which 7 are zeros; ``wo`` gets as many, whose outputs are cut off
+    one = jnp.broadcast_to(jnp.arange(columns) == 0, (tokens.shape[0], columns)).astype(tokens.dtype)
+
+    def with_row(weight, bias):
+        return jnp.concatenate([weight, jnp.pad(bias[:, None], ((0, 0), (0, columns - 1), (0, 0)))], axis=1)
+
+    output = moe(
+        jnp.concatenate([tokens, one], axis=1),
+        expert_ids,
+        expert_weights,
+        with_row(wi_0, wi_0_bias),
+        with_row(wi_1, wi_1_bias),
+        jnp.pad(wo, ((0, 0), (0, 0), (0, columns))),
+    )
+    return output[:, : tokens.shape[1]]
+
+
+def _last_bias(settings: Settings, wo_bias: jax.Array, routed: routing.Routing) -> jax.Array:
+    """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``."""
+    # As a product, not a gather, whose gradient would be a scatter-add: those add in any order on a GPU.
+    chosen = routed.expert_ids[..., None] == jnp.arange(wo_bias.shape[0])
+    dense = jnp.sum(jnp.where(chosen, routed.expert_weights[..., None], 0), axis=1)
+    rows = _over_all_axes(settings.mesh, dense)
+    output = jnp.dot(rows, wo_bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return output[: dense.shape[0]]
+
+
+def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
+    """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype."""
+    # HIGHEST: a GPU's default for f32 is TF32, whose error is enough to choose other experts.
+    return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def _over_all_axes(mesh: Mesh | None, rows: jax.Array) -> jax.Array:
+    """``rows [N, ...]``, padded with zeros to what the mesh can share, each device having its share of them."""
+    if mesh is None or mesh.size == 1:
+        return rows
+    # Said here, padding included: of tokens that the mesh does not divide, XLA would compute some on every device.
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % mesh.size), (0, 0)))
+    return jax.lax.with_sharding_constraint(rows, NamedSharding(_with_auto_axes(mesh), P(mesh.axis_names)))
+
+
+def _has_explicit_axes(mesh: Mesh) -> bool:
+    """Whether shardings are part of the types where the caller is; raises ValueError where they would have to be."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return False
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty:
+        raise ValueError(
+            f"mesh has explicit axes {mesh.axis_names}: call the layer inside `with jax.set_mesh(mesh)`, "
+            "or use a mesh with automatic axes, such as mok_jax.sharding.make_mesh makes."
+        )
+    return AxisType.Explicit in here.axis_types
+
+
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    if mesh.are_all_axes_auto:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
