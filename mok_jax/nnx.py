@@ -20,9 +20,10 @@ from jax.typing import DTypeLike
 
 import mok_jax
 from mok_jax import routing, sharding
+from mok_jax.activation import Activation, swiglu
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
-from mok_jax.reference import accumulator_dtype, swiglu
+from mok_jax.reference import accumulator_dtype
 
 
 @flax.struct.dataclass
@@ -91,7 +92,8 @@ class MoE(nnx.Module):
     and a training step ends with ``layer.expert_bias[...] += out.expert_bias_update``.
 
     Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
-    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation_limit`` is not for them.
+    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation`` and ``activation_limit``
+    are not for them.
 
     Example:
       >>> layer = MoE(hidden_size=8, intermediate_size=16, num_experts=4, num_experts_per_tok=2, rngs=nnx.Rngs(0))
@@ -121,7 +123,7 @@ class MoE(nnx.Module):
         num_shared_experts: int = 0,
         shared_intermediate_size: int | None = None,
         shared_expert_gate: bool = False,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         activation_limit: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -346,7 +348,7 @@ class MoE(nnx.Module):
             rows = jax.lax.with_sharding_constraint(rows, by_token)
         wide = functools.partial(jnp.dot, preferred_element_type=accumulator_dtype(tokens.dtype))
         wi_0, wi_1, wo = (weight.astype(tokens.dtype) for weight in shared[:3])
-        hidden = swiglu(wide(rows, wi_0), wide(rows, wi_1), None).astype(tokens.dtype)
+        hidden = swiglu(wide(rows, wi_0), wide(rows, wi_1)).astype(tokens.dtype)
         output = wide(hidden, wo)
         if shared.gate is not None:
             output *= jax.nn.sigmoid(_router_logits(rows, shared.gate))
