@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mok_jax import checks, megakernel, native, reference, xla
+from mok_jax.activation import Activation
 from mok_jax.config import MoKConfig, require_choice
 from mok_jax.stats import MoEStats
 
@@ -28,7 +29,7 @@ def moe(
     wo: jax.Array,
     *,
     axis_name: str | tuple[str, ...] | None = ...,
-    activation: str = ...,
+    activation: Activation = ...,
     activation_limit: float | None = ...,
     config: MoKConfig = ...,
     implementation: Implementation | None = ...,
@@ -44,7 +45,7 @@ def moe(
     wo: jax.Array,
     *,
     axis_name: str | tuple[str, ...] | None = ...,
-    activation: str = ...,
+    activation: Activation = ...,
     activation_limit: float | None = ...,
     config: MoKConfig = ...,
     implementation: Implementation | None = ...,
@@ -59,7 +60,7 @@ def moe(
     wo: jax.Array,
     *,
     axis_name: str | tuple[str, ...] | None = None,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     activation_limit: float | None = None,
     config: MoKConfig = MoKConfig(),  # noqa: B008 (frozen)
     implementation: Implementation | None = None,
@@ -67,10 +68,10 @@ def moe(
 ) -> jax.Array | tuple[jax.Array, MoEStats]:
     """Sends each token through its experts and sums what they return, weighted by the router.
 
-    ``y[t] = sum_k w[t, k] * (silu(x[t] @ wi_0[e]) * (x[t] @ wi_1[e])) @ wo[e]`` with ``e = expert_ids[t, k]``
-    (SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer"). Inside ``jax.shard_map`` all arrays are this rank's, and
-    the experts of the ranks of ``axis_name``, in their order, are one set of ``E = E_local * EP`` experts; no token is
-    ever dropped. Reverse-mode differentiable in ``x, expert_weights, wi_0, wi_1, wo``.
+    ``y[t] = sum_k w[t, k] * (silu(x[t] @ wi_0[e]) * (x[t] @ wi_1[e])) @ wo[e]`` with ``e = expert_ids[t, k]``, or what
+    ``activation`` puts in place of SwiGLU. Inside ``jax.shard_map`` all arrays are this rank's, and the experts of the
+    ranks of ``axis_name``, in their order, are one set of ``E = E_local * EP`` experts; no token is ever dropped.
+    Reverse-mode differentiable in ``x, expert_weights, wi_0, wi_1, wo``.
 
     With ``shard_map(check_vma=False)`` and the gradient taken inside it, gradients of weights that are replicated over
     other mesh axes are this rank's share: sum them over those axes. In all other cases JAX has done that.
@@ -86,8 +87,10 @@ def moe(
       wi_1: ``[E_local, H, I]``, up projection; as ``wi_0``.
       wo: ``[E_local, I, H]``, down projection; as ``wi_0``.
       axis_name: mesh axis of the expert-parallel group, or a tuple of axes, first major. None: one rank.
-      activation: ``"swiglu"``.
-      activation_limit: L > 0 clamps the gate from above to L and the up projection to ``[-L, L]``. None: no clamp.
+      activation: of ``gate = x @ wi_0`` and ``up = x @ wi_1``. ``"swiglu"``: ``silu(gate) * up`` (Shazeer 2020, "GLU
+        Variants Improve Transformer"). ``"gpt_oss"``: ``gate * sigmoid(1.702 * gate) * (up + 1)`` (``swiglu`` in the
+        ``gpt_oss/torch/model.py`` of OpenAI's gpt-oss, which has a limit of 7).
+      activation_limit: L > 0 first clamps the gate from above to L and up to ``[-L, L]``. None: no clamp.
       config: schedule and memory of the megakernel; no effect on results.
       implementation: ``"megakernel"``, ``"xla"``, ``"reference"``; None: the best that the default backend has.
       return_stats: also return ``MoEStats``.
@@ -108,9 +111,9 @@ def moe(
     checks.check_arguments(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
-    implementation = choose_implementation(implementation, x, axis_name)
+    implementation = choose_implementation(implementation, x, axis_name, activation)
     operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
-    options = {"axis_name": axis_name, "activation_limit": activation_limit}
+    options = {"axis_name": axis_name, "activation": activation, "activation_limit": activation_limit}
     if implementation == "megakernel":
         checks.check_megakernel(x)
         y, stats = megakernel.moe(*operands, **options, config=config)
@@ -119,7 +122,7 @@ def moe(
     return (y, stats) if return_stats else y
 
 
-def choose_implementation(implementation: Implementation | None, x, axis_name) -> Implementation:
+def choose_implementation(implementation: Implementation | None, x, axis_name, activation) -> Implementation:
     """What None means for these arguments on the default backend; any other name is checked and returned."""
     if implementation is not None:
         require_choice("implementation", implementation, get_args(Implementation))
@@ -127,14 +130,14 @@ def choose_implementation(implementation: Implementation | None, x, axis_name) -
     backend = jax.default_backend()
     if backend == "cpu":
         return "megakernel"
-    lacking = _lacking_on_gpu(x, axis_name) if backend == "gpu" else f"no kernel for platform {backend!r}"
+    lacking = _lacking_on_gpu(x, axis_name, activation) if backend == "gpu" else f"no kernel for platform {backend!r}"
     if lacking is None:
         return "megakernel"
     _warn_once(f"mok_jax: {lacking}; using implementation='xla'")
     return "xla"
 
 
-def _lacking_on_gpu(x, axis_name) -> str | None:
+def _lacking_on_gpu(x, axis_name, activation) -> str | None:
     """Why the megakernel cannot run on this GPU, or None."""
     if not native.has_cuda():
         return "the extension was built without CUDA"
@@ -143,6 +146,8 @@ def _lacking_on_gpu(x, axis_name) -> str | None:
         return f"no kernel for compute capability {capability} yet, only for 9.0 (Hopper)"
     if x.dtype != jnp.bfloat16:
         return f"on GPUs the megakernel computes in bfloat16, and x has dtype {x.dtype}"
+    if activation != "swiglu":
+        return f"on GPUs the megakernel has activation 'swiglu' only so far, and not {activation!r}"
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         return "the megakernel runs on one GPU so far"
     return None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
 
 GPU_TOP_K_LIMIT = 48
@@ -15,7 +16,7 @@ GPU_TOP_K_LIMIT = 48
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
     """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
-    require_choice("activation", activation, ("swiglu",))
+    require_choice("activation", activation, ACTIVATIONS)
     _check_activation_limit(activation_limit)
     if not isinstance(config, MoKConfig):
         raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")
@@ -143,7 +144,7 @@ def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_exp
         )
 
 
-def check_gpu(x, expert_ids, wi_0, devices: int) -> None:
+def check_gpu(x, expert_ids, wi_0, activation, devices: int) -> None:
     """Checks what the kernels for GPUs demand; known when a program is lowered for one."""
     if x.dtype != jnp.bfloat16:
         raise TypeError(
@@ -159,6 +160,11 @@ def check_gpu(x, expert_ids, wi_0, devices: int) -> None:
     if expert_ids.shape[1] > GPU_TOP_K_LIMIT:
         raise ValueError(
             f"K, of expert_ids, is {expert_ids.shape[1]}; on GPUs the nearest legal value is {GPU_TOP_K_LIMIT}"
+        )
+    if activation != "swiglu":
+        raise NotImplementedError(
+            f"activation is {activation!r}; on GPUs implementation=\"megakernel\" has 'swiglu' only so far: "
+            "activation='swiglu', or implementation=\"xla\""
         )
     if devices > 1:
         raise NotImplementedError(

@@ -21,9 +21,10 @@ from jax.typing import DTypeLike
 
 import mok_jax
 from mok_jax import routing, sharding
+from mok_jax.activation import Activation, swiglu
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
-from mok_jax.reference import accumulator_dtype, swiglu
+from mok_jax.reference import accumulator_dtype
 
 GATES = ("gate", "shared_gate")
 """Parameters that are a module's ``kernel``; all others are the layer's own."""
@@ -89,7 +90,8 @@ class Settings:
     shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``.
 
     Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
-    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation_limit`` is not for them.
+    ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation`` and
+    ``activation_limit`` are not for them.
 
     Where the mesh does not divide ``E``, the first dimension of the experts' weights (and biases) is
     ``padded_experts``, with zeros in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can
@@ -166,7 +168,7 @@ class Settings:
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
     use_bias: bool = False
-    activation: str = "swiglu"
+    activation: Activation = "swiglu"
     activation_limit: float | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -374,7 +376,7 @@ def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> 
     def wide(lhs, weight):
         return jnp.dot(lhs, weight.astype(lhs.dtype), preferred_element_type=accumulator_dtype(lhs.dtype))
 
-    hidden = swiglu(wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1), None).astype(tokens.dtype)
+    hidden = swiglu(wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1)).astype(tokens.dtype)
     output = wide(hidden, weights.shared_wo)
     if weights.shared_gate is not None:
         output *= jax.nn.sigmoid(_router_logits(rows, weights.shared_gate))

@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mok_jax import checks, native
+from mok_jax.activation import ACTIVATIONS, Activation
 from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig, Save
 from mok_jax.reference import vary_alike
 from mok_jax.stats import MoEStats
@@ -37,6 +38,8 @@ GPU_ENTRY_TIMEOUT_S = 600.0
 
 _SAVE_CODES: dict[Save, int] = {"nothing": 0, "pre_activations": 1, "pre_activations_and_rows": 2}
 assert set(_SAVE_CODES) == set(SAVE_POLICIES)
+_ACTIVATION_CODES: dict[Activation, int] = {"swiglu": 0, "gpt_oss": 1}
+assert set(_ACTIVATION_CODES) == set(ACTIVATIONS)
 
 
 def remat_policy(*args, **params) -> bool:
@@ -59,6 +62,7 @@ class Call:
     ring_rows: int
     max_rows: int
     workspace_bytes: int
+    activation: Activation
     activation_limit: float | None
     config: MoKConfig
     differentiated: bool = False
@@ -89,6 +93,7 @@ class Call:
         return {
             "ranks": np.int32(self.ranks),
             "save": np.int32(_SAVE_CODES[self.save]),
+            "activation": np.int32(_ACTIVATION_CODES[self.activation]),
             "activation_limit": np.float32(math.inf if self.activation_limit is None else self.activation_limit),
             "ring_rows": np.int64(self.ring_rows),
             "minibatch_rows": np.int64(or_unset(config.minibatch_rows)),
@@ -103,16 +108,17 @@ class Call:
         }
 
 
-def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_limit, config):
+def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation, activation_limit, config):
     """As ``mok_jax.moe``, on checked arguments. Returns ``(y, MoEStats)``."""
     ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-    call = make_call(ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0], activation_limit, config)
+    shape = ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0]
+    call = make_call(*shape, activation, activation_limit, config)
     operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
     y, expert_rows, bad_tokens = _moe(call, axis_name, coordinates(axis_name), *operands)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
 
 
-def make_call(ranks, tokens, top_k, local_experts, activation_limit, config) -> Call:
+def make_call(ranks, tokens, top_k, local_experts, activation, activation_limit, config) -> Call:
     """The parameters of a call of these shapes, of one rank each: what sizes its buffers depends on nothing else."""
     bounds = {"ranks": ranks, "tokens": tokens, "top_k": top_k, "local_experts": local_experts}
     library = native.library()
@@ -120,7 +126,7 @@ def make_call(ranks, tokens, top_k, local_experts, activation_limit, config) -> 
     checks.check_max_rows(max_rows, **bounds)
     ring_rows = min(max_rows, config.ring_rows or library.default_ring_rows(**bounds))
     workspace_bytes = library.workspace_bytes(**bounds, ring_rows=ring_rows)
-    return Call(ranks, ring_rows, max_rows, workspace_bytes, activation_limit, config)
+    return Call(ranks, ring_rows, max_rows, workspace_bytes, activation, activation_limit, config)
 
 
 def coordinates(axis_name):
@@ -303,7 +309,8 @@ def _lower(target, platform, ctx, *operands, call):
     if platform == "cpu":
         native.register_cpu_targets()
     else:
-        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[3], call.ranks // call.virtual_ranks)
+        x, expert_ids, _, wi_0, *_ = ctx.avals_in
+        checks.check_gpu(x, expert_ids, wi_0, call.activation, call.ranks // call.virtual_ranks)
         native.register_cuda_targets()
     if target == "mok_backward":
         ctx, operands = _complete_residuals(ctx, operands)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from mok_jax import sharding
+from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
 from mok_jax.layer import GATES, MoEOutput, Settings, Weights, forward
@@ -84,7 +85,7 @@ class MoE(nnx.Module):
         shared_intermediate_size: int | None = None,
         shared_expert_gate: bool = False,
         use_bias: bool = False,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         activation_limit: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,

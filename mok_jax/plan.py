@@ -274,7 +274,8 @@ def _count_bytes(request: Request, layer: Layer, mesh: GpuMesh) -> tuple[megaker
     wo = jax.ShapeDtypeStruct((mesh.experts_per_gpu, intermediate, hidden), param_dtype)
 
     config = MoKConfig(save=request.save, ring_rows=request.ring_rows)
-    call = megakernel.make_call(mesh.expert, tokens, top_k, mesh.experts_per_gpu, layer.activation_limit, config)
+    shape = mesh.expert, tokens, top_k, mesh.experts_per_gpu
+    call = megakernel.make_call(*shape, layer.activation, layer.activation_limit, config)
     call = dataclasses.replace(call, differentiated=True, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi))
     y, row_table, expert_rows, _, pre_activations, rows, hidden_activations, workspace = megakernel._forward_results(
         call, x, wi

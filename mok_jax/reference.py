@@ -10,11 +10,12 @@ reduce-scatter.
 import jax
 import jax.numpy as jnp
 
+from mok_jax.activation import activate
 from mok_jax.stats import MoEStats
 
 
-def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_limit):
-    """Sends each token through its experts: ``y[t] = sum_k w[t, k] * (silu(x @ wi_0[e]) * (x @ wi_1[e])) @ wo[e]``.
+def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation, activation_limit):
+    """Sends each token through its experts: ``y[t] = sum_k w[t, k] * activate(x @ wi_0[e], x @ wi_1[e]) @ wo[e]``.
 
     Products accumulate in float32 (float64 for float64 ``x``). The hidden activations and each slot's output are
     rounded to ``x.dtype``; the sum over k ascends in the accumulator's dtype and is rounded once.
@@ -28,6 +29,7 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
       wi_1: ``[E_local, H, I]``, up projection.
       wo: ``[E_local, I, H]``, down projection.
       axis_name: mesh axis, or tuple of axes (first major), over which experts are sharded; None for one rank.
+      activation: one of ``mok_jax.activation.ACTIVATIONS``.
       activation_limit: L clamps the gate from above at L and the up projection to ``[-L, L]``; None clamps nothing.
 
     Returns:
@@ -50,7 +52,7 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
     def apply_expert(outputs, expert):
         index, *matrices = expert
         selected = (ids.reshape(num_slots) == index)[:, None]
-        results = expert_mlp(slots, selected, *matrices, activation_limit=activation_limit)
+        results = expert_mlp(slots, selected, *matrices, activation=activation, activation_limit=activation_limit)
         return jnp.where(selected, results, outputs), None
 
     outputs, _ = jax.lax.scan(apply_expert, jnp.zeros_like(slots), (jnp.arange(num_experts), *weights))
@@ -59,7 +61,7 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
     return y.astype(x.dtype), routing_stats(ids, bad, num_experts, num_local_experts, axis_name)
 
 
-def expert_mlp(rows, selected, wi_0, wi_1, wo, *, activation_limit):
+def expert_mlp(rows, selected, wi_0, wi_1, wo, *, activation, activation_limit):
     """One expert on ``rows [R, H]``; rows that are not ``selected`` (bool ``[R, 1]``) are zero until the last product.
 
     They are masked before the first products and again after them. So neither a non-finite row nor a non-finite weight
@@ -70,22 +72,13 @@ def expert_mlp(rows, selected, wi_0, wi_1, wo, *, activation_limit):
     operand = jnp.where(selected, rows, 0).astype(accumulator)
     gate = jnp.where(selected, dot(operand, wi_0), 0)
     up = jnp.where(selected, dot(operand, wi_1), 0)
-    hidden = swiglu(gate, up, activation_limit).astype(rows.dtype)
+    hidden = activate(activation, gate, up, activation_limit).astype(rows.dtype)
     return dot(hidden.astype(accumulator), wo).astype(rows.dtype)
 
 
 def dot(lhs, rhs):
     """``lhs @ rhs`` of rounded operands held in the accumulator's dtype: exact products, summed wide."""
     return jnp.dot(lhs, rhs, precision=jax.lax.Precision.HIGHEST, preferred_element_type=lhs.dtype)
-
-
-def swiglu(gate, up, activation_limit):
-    """``silu(gate) * up``, clamped by ``activation_limit``: no gradient where it clamps; NaN passes through."""
-    if activation_limit is not None:
-        limit = jnp.asarray(activation_limit, gate.dtype)
-        gate = jnp.where(gate > limit, limit, gate)
-        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-    return jax.nn.silu(gate) * up
 
 
 def combine(outputs, ids, expert_weights):

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mok_jax.reference import accumulator_dtype, combine, drop_bad_tokens, poison, routing_stats, swiglu, vary_alike
+from mok_jax.activation import activate
+from mok_jax.reference import accumulator_dtype, combine, drop_bad_tokens, poison, routing_stats, vary_alike
 
 
-def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_limit):
+def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation, activation_limit):
     """Sends each token through its experts; arguments, results and meaning are those of ``mok_jax.reference.moe``."""
     x, expert_ids, expert_weights, wi_0, wi_1, wo = vary_alike(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name=axis_name
@@ -33,10 +34,10 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation_
     sent = jnp.where(plan.is_sent[:, None], take_rows(slots, plan.slot_of_sent), 0)
     received = all_to_all(sent, axis_name)
     local_expert = all_to_all(plan.local_expert_of_sent, axis_name)
-    results = all_to_all(
-        grouped_mlp(received, local_expert, wi_0, wi_1, wo, activation_limit=activation_limit), axis_name
+    results = grouped_mlp(
+        received, local_expert, wi_0, wi_1, wo, activation=activation, activation_limit=activation_limit
     )
-    outputs = take_rows(results, plan.sent_of_slot).reshape(*ids.shape, -1)
+    outputs = take_rows(all_to_all(results, axis_name), plan.sent_of_slot).reshape(*ids.shape, -1)
 
     y = poison(combine(outputs, ids, expert_weights), bad, x, expert_weights)
     return y.astype(x.dtype), routing_stats(ids, bad, num_experts, num_local_experts, axis_name)
@@ -77,7 +78,7 @@ def plan_exchange(ids, num_ranks, num_local_experts):
     return ExchangePlan(slot_of_sent, is_sent, local_expert, sent_of_slot)
 
 
-def grouped_mlp(rows, local_expert, wi_0, wi_1, wo, *, activation_limit):
+def grouped_mlp(rows, local_expert, wi_0, wi_1, wo, *, activation, activation_limit):
     """Applies to each of ``rows [R, H]`` its ``local_expert [R]``; rows of no expert (``E_local``) give zeros."""
     num_local_experts = wi_0.shape[0]
     order = jnp.argsort(local_expert, stable=True)
@@ -89,7 +90,8 @@ def grouped_mlp(rows, local_expert, wi_0, wi_1, wo, *, activation_limit):
         return jnp.where(is_real, grouped_dot(operand, weight.astype(rows.dtype), group_sizes), 0)
 
     sorted_rows = take_rows(rows, order)
-    hidden = swiglu(project(sorted_rows, wi_0), project(sorted_rows, wi_1), activation_limit)
+    gate, up = project(sorted_rows, wi_0), project(sorted_rows, wi_1)
+    hidden = activate(activation, gate, up, activation_limit)
     outputs = project(hidden.astype(rows.dtype), wo).astype(rows.dtype)
     return take_rows(outputs, inverse_permutation(order))
 

@@ -6,6 +6,8 @@ Shapes and routing rules to plan with, to test against and to quote; weights and
 import dataclasses
 from typing import Any, Literal
 
+from mok_jax.activation import Activation
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -25,7 +27,7 @@ class Layer:
       num_groups: groups of experts that are chosen first.
       group_topk: how many of the groups.
       routed_scaling_factor: multiplies the weights.
-      activation: ``"swiglu"``, or ``"gpt_oss"`` for ``sigmoid(1.702 g) g (u + 1)``.
+      activation: see :func:`mok_jax.moe`.
       activation_limit: clamp of gate and up.
       expert_biases: whether the experts' products have biases.
       hash_routed_layers: how many of the model's first layers choose experts by a hash of the token instead.
@@ -44,7 +46,7 @@ class Layer:
     num_groups: int | None = None
     group_topk: int | None = None
     routed_scaling_factor: float
-    activation: Literal["swiglu", "gpt_oss"] = "swiglu"
+    activation: Activation = "swiglu"
     activation_limit: float | None = None
     expert_biases: bool = False
     hash_routed_layers: int = 0

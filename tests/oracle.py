@@ -21,7 +21,16 @@ class Outputs(NamedTuple):
 
 
 def forward_backward(
-    x, ids, weights, wi_0, wi_1, wo, dy, activation_limit=None, pre_activation_dtype=np.float64
+    x,
+    ids,
+    weights,
+    wi_0,
+    wi_1,
+    wo,
+    dy,
+    activation="swiglu",
+    activation_limit=None,
+    pre_activation_dtype=np.float64,
 ) -> Outputs:
     """All six outputs in float64.
 
@@ -33,6 +42,7 @@ def forward_backward(
       wi_1: ``[E, H, I]`` up projections.
       wo: ``[E, I, H]`` down projections.
       dy: ``[N, H]`` cotangent of ``y``.
+      activation: one of `ACTIVATIONS`.
       activation_limit: clamp of the gate (above) and of the up projection (both sides), or None.
       pre_activation_dtype: gradients are taken at gate and up rounded to it. It matters with a clamp only: whether a
         gradient passes is then decided for the rounded value, and rounding moves some values onto the limit.
@@ -48,11 +58,11 @@ def forward_backward(
             token, k = np.nonzero(ids == e)
             rows, weight, d_rows = x[token], weights[token, k][:, None], dy[token]
             gate, up = rows @ wi_0[e], rows @ wi_1[e]
-            hidden = _swiglu(gate, up, activation_limit)[0]
+            hidden = _activate(activation, gate, up, activation_limit)[0]
             np.add.at(out.y, token, weight * (hidden @ wo[e]))
 
             gate, up = (a.astype(pre_activation_dtype).astype(np.float64) for a in (gate, up))
-            hidden, hidden_by_gate, hidden_by_up = _swiglu(gate, up, activation_limit)
+            hidden, hidden_by_gate, hidden_by_up = _activate(activation, gate, up, activation_limit)
             out.d_expert_weights[token, k] = (d_rows * (hidden @ wo[e])).sum(axis=1)
             d_down = weight * d_rows
             d_hidden = d_down @ wo[e].T
@@ -64,15 +74,20 @@ def forward_backward(
     return out
 
 
-def _swiglu(gate, up, limit):
-    """``silu(gate) * up`` of the clamped arguments, and its derivatives by both, zero where clamped."""
+# ``(a, b)`` of ``gate * sigmoid(a * gate) * (up + b)``.
+ACTIVATIONS = {"swiglu": (1, 0), "gpt_oss": (1.702, 1)}
+
+
+def _activate(activation, gate, up, limit):
+    """The activation of the clamped arguments, and its derivatives by both, zero where clamped."""
+    a, b = ACTIVATIONS[activation]
     limit = np.inf if limit is None else limit
     gate_passes, up_passes = ~(gate > limit), ~(np.abs(up) > limit)
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    sigmoid = 1 / (1 + np.exp(-gate))
-    silu = gate * sigmoid
-    by_gate = up * sigmoid * (1 + gate * (1 - sigmoid))
-    return silu * up, np.where(gate_passes, by_gate, 0), np.where(up_passes, silu, 0)
+    sigmoid = 1 / (1 + np.exp(-a * gate))
+    by_gate = (up + b) * sigmoid * (1 + a * gate * (1 - sigmoid))
+    by_up = gate * sigmoid
+    return by_up * (up + b), np.where(gate_passes, by_gate, 0), np.where(up_passes, by_up, 0)
 
 
 def stats(ids, experts, ep):

@@ -21,6 +21,7 @@ def run(
     *,
     implementation,
     config=None,
+    activation="swiglu",
     activation_limit=None,
     axis="expert",
     check_vma=True,
@@ -34,14 +35,15 @@ def run(
       ep: number of ranks that share the experts: a mesh of the first ``ep`` CPU devices.
       implementation: "megakernel", "xla" or "reference".
       config: a ``mok_jax.MoKConfig``, or None for the default.
-      activation_limit: as for ``mok_jax.moe``.
+      activation: as for ``mok_jax.moe``.
+      activation_limit: likewise.
       axis: name of the mesh axis, or a pair of names for a mesh of ``2 x ep / 2``.
       check_vma: as for ``jax.shard_map``.
       grad: "outside" differentiates the ``shard_map``, "inside" each rank's own loss within it.
       replicas: number of such groups, along one more axis "data"; each has its share of the tokens and all experts.
     """
     num_tokens = len(inputs.x)
-    step = _compiled_step(ep, implementation, config, activation_limit, axis, check_vma, grad, replicas)
+    step = _compiled_step(ep, implementation, config, activation, activation_limit, axis, check_vma, grad, replicas)
     # Without this JAX would narrow float64 to float32; it is part of the key under which jit caches.
     with jax.enable_x64(inputs.x.dtype == np.float64):
         outputs = jax.device_get(step(*pad_tokens(inputs, -num_tokens % (ep * replicas))))
@@ -77,13 +79,14 @@ def pad_tokens(inputs, count):
 
 
 @functools.cache
-def _compiled_step(ep, implementation, config, activation_limit, axis, check_vma, grad, replicas):
+def _compiled_step(ep, implementation, config, activation, activation_limit, axis, check_vma, grad, replicas):
     """The jitted step; cached, so that tests which differ in data only do not compile again."""
     import mok_jax
 
     moe = functools.partial(
         mok_jax.moe,
         axis_name=axis,
+        activation=activation,
         activation_limit=activation_limit,
         config=mok_jax.MoKConfig() if config is None else config,
         implementation=implementation,

@@ -32,7 +32,7 @@ def check(inputs, ep, config=None, activation_limit=None):
 
 
 def compare(actual, inputs, activation_limit=None):
-    expected = forward_backward(*inputs.for_oracle(), activation_limit, inputs.x.dtype)
+    expected = forward_backward(*inputs.for_oracle(), "swiglu", activation_limit, inputs.x.dtype)
     assert_close(actual, expected, TOLERANCE)
     assert_dtypes(actual, inputs)
 

@@ -32,7 +32,7 @@ def run(inputs, ep):
     """The forward's row table ``[ep, max_rows, 2]``, rows per expert ``[ep, E / ep]`` and bad tokens ``[ep]``."""
     padded = pad_tokens(inputs, -len(inputs.x) % ep)
     tokens, top_k, experts = len(padded.x) // ep, inputs.expert_ids.shape[1], len(inputs.wi_0) // ep
-    call = megakernel.make_call(ep, tokens, top_k, experts, None, MoKConfig(ring_rows=512))
+    call = megakernel.make_call(ep, tokens, top_k, experts, "swiglu", None, MoKConfig(ring_rows=512))
     call = dataclasses.replace(call, virtual_ranks=ep)
     with jax.default_device(jax.devices("gpu")[0]):
         table, rows, bad = jax.device_get(_forward(*padded[:-1], call=call))

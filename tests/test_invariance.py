@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import runner as shard_map_runner
 import virtual_ranks
-from cases import Case, Inputs, bad_ids, make, uniform, zipf
+from cases import Case, bad_ids, make, uniform, zipf
 from compare import count_differences, differences
 from oracle import Outputs
 
+from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import SAVE_POLICIES, MoKConfig
 
 
@@ -27,24 +28,26 @@ class Runner(NamedTuple):
     """An executor and what can be varied on it.
 
     Attributes:
-      run: ``(inputs, ep, config) -> Outputs``, global NumPy arrays.
+      run: ``(inputs, ep, config, **activation) -> Outputs``, global NumPy arrays; see `Workload` for ``activation``.
       ep_sizes: numbers of ranks that it can run; 1 is one of them.
       workers: settings of `MoKConfig` that change how many workers there are, and of which kind.
       timings: settings that change when they run.
       dtypes: those that it computes in; workloads of another one are left out.
+      activations: those that it has; likewise.
       marks: of its tests.
     """
 
-    run: Callable[[Inputs, int, MoKConfig], Outputs]
+    run: Callable[..., Outputs]
     ep_sizes: tuple[int, ...]
     workers: tuple[dict, ...]
     timings: tuple[dict, ...]
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    activations: tuple[str, ...] = ACTIVATIONS
     marks: tuple = ()
 
 
-def run_on_cpu(inputs, ep, config):
-    return shard_map_runner.run(inputs, ep, implementation="megakernel", config=config)
+def run_on_cpu(inputs, ep, config, **activation):
+    return shard_map_runner.run(inputs, ep, implementation="megakernel", config=config, **activation)
 
 
 RUNNERS = {
@@ -68,16 +71,43 @@ RUNNERS = {
         ),
         timings=tuple({"reserve_sms": reserve} for reserve in (0, 7, 64)),
         dtypes=("bfloat16",),
+        activations=("swiglu",),
         marks=(pytest.mark.gpu,),
     ),
 }
 
+
+class Workload(NamedTuple):
+    """Global inputs, and what experts do with them.
+
+    Attributes:
+      case: shape and routing.
+      dtype: of tokens and weights.
+      activation: arguments of ``mok_jax.moe``, where they are not the defaults.
+      varied: kinds of cells to run it in; None for all.
+    """
+
+    case: Case
+    dtype: str
+    activation: dict = {}  # noqa: RUF012  (never changed)
+    varied: tuple[str, ...] | None = None
+
+    def runs_on(self, runner):
+        return self.dtype in runner.dtypes and self.activation.get("activation", "swiglu") in runner.activations
+
+
 # 72 divides tokens and experts, so that no EP size needs padding. The popular experts of `skewed` fill several row
 # blocks, so that they straddle macrobatches; `irregular` has absent and bad ids and an odd K; widths straddle a tile.
 WORKLOADS = {
-    "uniform": (Case("uniform", 144, 4, 72, 72, 136, uniform), "bfloat16"),
-    "skewed": (Case("skewed", 432, 3, 72, 136, 72, zipf), "float32"),
-    "irregular": (Case("irregular", 216, 3, 72, 72, 72, bad_ids), "bfloat16"),
+    "uniform": Workload(Case("uniform", 144, 4, 72, 72, 136, uniform), "bfloat16"),
+    "skewed": Workload(Case("skewed", 432, 3, 72, 136, 72, zipf), "float32"),
+    "irregular": Workload(Case("irregular", 216, 3, 72, 72, 72, bad_ids), "bfloat16"),
+    "gpt_oss": Workload(
+        Case("gpt_oss", 216, 3, 72, 72, 136, zipf),
+        "bfloat16",
+        {"activation": "gpt_oss", "activation_limit": 0.75},
+        varied=("save", "everything"),  # the ring and EP with them
+    ),
 }
 
 
@@ -142,17 +172,21 @@ def coverage(request):
 
 @functools.cache
 def inputs_of(workload, seed=1):
-    return make(*WORKLOADS[workload], seed)
+    return make(WORKLOADS[workload].case, WORKLOADS[workload].dtype, seed)
+
+
+def run(runner, workload, inputs, ep, **settings):
+    return RUNNERS[runner].run(inputs, ep, MoKConfig(**settings), **WORKLOADS[workload].activation)
 
 
 @functools.cache
 def expected_of(runner, workload):
     """One rank, the ring that holds everything, default workers."""
-    return RUNNERS[runner].run(inputs_of(workload), 1, MoKConfig())
+    return run(runner, workload, inputs_of(workload), 1)
 
 
 def workloads_of(runner):
-    return [name for name, (_, dtype) in WORKLOADS.items() if dtype in RUNNERS[runner].dtypes]
+    return [name for name, workload in WORKLOADS.items() if workload.runs_on(RUNNERS[runner])]
 
 
 def marked(runner, *rest, **options):
@@ -164,13 +198,14 @@ MATRIX = [
     for runner in RUNNERS
     for cell in cells_of(RUNNERS[runner])
     for workload in workloads_of(runner)
+    if WORKLOADS[workload].varied is None or cell.varied in WORKLOADS[workload].varied
 ]
 PAIRS = [marked(runner, workload) for runner in RUNNERS for workload in workloads_of(runner)]
 
 
 @pytest.mark.parametrize(("runner", "workload", "cell"), MATRIX)
 def test_same_bits(runner, workload, cell, coverage):
-    actual = RUNNERS[runner].run(inputs_of(workload), cell.ep, MoKConfig(**cell.settings))
+    actual = run(runner, workload, inputs_of(workload), cell.ep, **cell.settings)
     different = differences(actual, expected_of(runner, workload))
     assert not any(different.values()), f"elements that differ: {different}"
     coverage.add(runner, cell)
@@ -179,10 +214,10 @@ def test_same_bits(runner, workload, cell, coverage):
 @pytest.mark.parametrize("runner", [marked(name) for name in RUNNERS])
 def test_another_order_would_show(runner):
     """The data are such that bits depend on the order of sums: reversed tokens give the same rows, other gradients."""
-    inputs = make(WORKLOADS["skewed"][0], RUNNERS[runner].dtypes[-1], weight_dtype="float32")
+    inputs = make(WORKLOADS["skewed"].case, RUNNERS[runner].dtypes[-1], weight_dtype="float32")
     per_token = {name: getattr(inputs, name)[::-1] for name in ("x", "expert_ids", "expert_weights", "dy")}
-    actual = RUNNERS[runner].run(inputs._replace(**per_token), 1, MoKConfig())
-    expected = RUNNERS[runner].run(inputs, 1, MoKConfig())
+    actual = run(runner, "skewed", inputs._replace(**per_token), 1)
+    expected = run(runner, "skewed", inputs, 1)
     for name in ("y", "dx", "d_expert_weights"):
         assert count_differences(getattr(actual, name)[::-1], getattr(expected, name)) == 0, name
     # A tensor core adds 16 rows at once, so that the order within those does not show: the expert with most rows.
@@ -204,7 +239,7 @@ def test_token_is_independent_of_the_others(runner, others, workload, coverage):
         replacements = {name: getattr(other, name) for name in ("x", "expert_ids", "expert_weights", "dy")}
     changed = {name: np.where(kept[:, None], getattr(inputs, name), new) for name, new in replacements.items()}
     cell = Cell("tokens", f"others {others}", sorted(RUNNERS[runner].ep_sizes)[1], {"ring_rows": 256})
-    actual = RUNNERS[runner].run(inputs._replace(**changed), cell.ep, MoKConfig(**cell.settings))
+    actual = run(runner, workload, inputs._replace(**changed), cell.ep, **cell.settings)
     expected = expected_of(runner, workload)
     for name in ("y", "dx"):
         assert count_differences(getattr(actual, name)[kept], getattr(expected, name)[kept]) == 0, name

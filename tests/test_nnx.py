@@ -127,7 +127,7 @@ def test_padded_experts_over_a_mesh_equal_no_mesh(mesh):
 
 
 # What differs from model to model, with few experts: the router, clamps, and the shared expert's width and gate. Not
-# here: gpt-oss' own activation, biases (`test_biases`), and layers of DeepSeek-V4 that route by token hash.
+# here: biases (`test_biases`), and layers of DeepSeek-V4 that route by token hash.
 LAYERS = {
     "kimi-k2": {"num_shared_experts": 1},
     "deepseek-v3": {"num_shared_experts": 1},
@@ -136,34 +136,37 @@ LAYERS = {
     "qwen3.5-397b-a17b": {"num_shared_experts": 1, "shared_intermediate_size": 20, "shared_expert_gate": True},
     "qwen3-235b-a22b": {},
     "mixtral-8x7b": {},
-    "gpt-oss-120b": {"activation_limit": 7.0},
+    "gpt-oss-120b": {"activation": "gpt_oss", "activation_limit": 7.0},
 }
 
 
-def numpy_swiglu(x, wi_0, wi_1, wo, limit=np.inf):
+def numpy_expert(x, wi_0, wi_1, wo, activation="swiglu", limit=np.inf):
     gate, up = np.minimum(x @ wi_0, limit), np.clip(x @ wi_1, -limit, limit)
+    if activation == "gpt_oss":
+        return (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ wo
     return (gate / (1 + np.exp(-gate)) * up) @ wo
 
 
-def numpy_layer(layer, x, router, limit):
+def numpy_layer(layer, x, router, *activation):
     """The layer token by token: the model's rule, its experts, its shared expert."""
     state = {"/".join(map(str, path)): np.asarray(leaf) for path, leaf in nnx.to_flat_state(nnx.state(layer))}
     ids, weights = router.reference(x @ state["gate/kernel"], state.get("expert_bias", 0))
     y = np.zeros_like(x, np.float64)
     for token, row in enumerate(x):
         for expert, weight in zip(ids[token], weights[token], strict=True):
-            y[token] += weight * numpy_swiglu(row, *(state[name][expert] for name in ("wi_0", "wi_1", "wo")), limit)
+            weights_of_expert = (state[name][expert] for name in ("wi_0", "wi_1", "wo"))
+            y[token] += weight * numpy_expert(row, *weights_of_expert, *activation)
         if "shared_wo" in state:
-            shared = numpy_swiglu(row, state["shared_wi_0"], state["shared_wi_1"], state["shared_wo"])
+            shared = numpy_expert(row, state["shared_wi_0"], state["shared_wi_1"], state["shared_wo"])
             if "shared_gate/kernel" in state:
                 shared /= 1 + np.exp(-row @ state["shared_gate/kernel"])
             y[token] += shared
     return y
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_published_models(name):
-    router, arguments = ROUTERS[name]._replace(num_experts=16), LAYERS[name]
+def check_published(name, arguments):
+    """A layer with the router of that model, and ``arguments``."""
+    router = ROUTERS[name]._replace(num_experts=16)
     layer = make_layer(
         num_experts=router.num_experts,
         num_experts_per_tok=router.top_k,
@@ -179,12 +182,23 @@ def test_layers_of_published_models(name):
         layer.expert_bias[...] = jnp.asarray(random_bias(router.num_experts))
     for wi in layer.wi_0, layer.wi_1:
         wi[...] *= 8  # far enough that clamps clamp
-    x, limit = make_input(9), arguments.get("activation_limit", np.inf)
+    x, activation = make_input(9), arguments.get("activation", "swiglu")
+    limit = arguments.get("activation_limit", np.inf)
     got = forward(layer, x)
-    want = numpy_layer(layer, np.asarray(x), router, limit)
+    want = numpy_layer(layer, np.asarray(x), router, activation, limit)
     assert relative_l2(got.output, want) < F32_TOLERANCE
     if limit < np.inf:
-        assert relative_l2(numpy_layer(layer, np.asarray(x), router, np.inf), want) > 1e-2
+        assert relative_l2(numpy_layer(layer, np.asarray(x), router, activation), want) > 1e-2
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_published_models(name):
+    check_published(name, LAYERS[name])
+
+
+def test_shared_experts_stay_a_swiglu():
+    """Whatever the experts have in its place; nor are they clamped."""
+    check_published("mixtral-8x7b", {"num_shared_experts": 1, "activation": "gpt_oss", "activation_limit": 2.0})
 
 
 def test_full_layer_over_meshes_equals_no_mesh(mesh):

@@ -13,6 +13,7 @@ from compare import assert_close, assert_dtypes
 from oracle import forward_backward, stats
 from runner import run, run_stats
 
+from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import SAVE_POLICIES, MoKConfig
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
@@ -44,12 +45,12 @@ ALL = (
 )
 
 
-def check(inputs, ep, tolerance, *, activation_limit=None, **options):
+def check(inputs, ep, tolerance, *, activation="swiglu", activation_limit=None, **options):
     """Runs the layer, and compares each output and its dtype with what it has to be."""
-    actual = run(inputs, ep, activation_limit=activation_limit, **options)
+    actual = run(inputs, ep, activation=activation, activation_limit=activation_limit, **options)
     # The megakernel's rule, the same for what it saves and what it recomputes. Clamped cases of others are float32.
     pre_activation_dtype = inputs.x.dtype if options["implementation"] == "megakernel" else np.float64
-    expected = forward_backward(*inputs.for_oracle(), activation_limit, pre_activation_dtype)
+    expected = forward_backward(*inputs.for_oracle(), activation, activation_limit, pre_activation_dtype)
     assert_close(actual, expected, tolerance)
     assert_dtypes(actual, inputs)
 
@@ -60,9 +61,11 @@ def test_case(implementation, case, dtype, ep):
 
 
 @pytest.mark.parametrize("ep", (1, 2))
-def test_reference_in_float64(ep):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_reference_in_float64(activation, ep):
     """Nothing in the definition is narrower than its inputs."""
-    check(make(by_name("uniform"), "float64"), ep, TOLERANCE["float64"], implementation="reference")
+    inputs = make(by_name("uniform"), "float64")
+    check(inputs, ep, TOLERANCE["float64"], implementation="reference", activation=activation)
 
 
 @pytest.mark.parametrize("ep", (1, 4))
@@ -76,11 +79,27 @@ def test_small_ring(case, ring_rows, save, ep):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("save", SAVE_POLICIES)
-def test_small_ring_with_activation_limit(save, dtype):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_small_ring_with_activation_limit(activation, save, dtype):
     """The clamp's gradient is right where pre-activations are recomputed, and rounded like saved ones."""
     config = MoKConfig(ring_rows=128, minibatch_rows=128, save=save)
     inputs = make(by_name("zipf"), dtype)
-    check(inputs, 2, TOLERANCE[dtype], implementation="megakernel", config=config, activation_limit=0.75)
+    options = {"config": config, "activation": activation, "activation_limit": 0.75}
+    check(inputs, 2, TOLERANCE[dtype], implementation="megakernel", **options)
+
+
+GPT_OSS = (
+    *(("megakernel", dtype, limit, ep) for dtype in ("float32", "bfloat16") for limit in (None, 0.75) for ep in (1, 4)),
+    *((name, "float32", 0.75, 2) for name in ("xla", "reference")),
+    *((name, "bfloat16", None, 1) for name in ("xla", "reference")),
+)
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "limit", "ep"), GPT_OSS)
+def test_gpt_oss(implementation, dtype, limit, ep):
+    """Its one is added to up after the clamp, and also for empty slots and padding, which must stay zero."""
+    inputs, options = make(by_name("some_absent"), dtype), {"activation": "gpt_oss", "activation_limit": limit}
+    check(inputs, ep, TOLERANCE[dtype], implementation=implementation, **options)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

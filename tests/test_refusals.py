@@ -6,6 +6,7 @@ causes have tests of their own below. Those of the Flax layer are in `test_nnx`,
 
 import functools
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from processes import LIMIT_S, PREAMBLE, free_port, start_python
 
 import mok_jax
-from mok_jax import native
+from mok_jax import api, native
 from mok_jax.config import MoKConfig
 from mok_jax.nnx import MoE
 
@@ -125,8 +126,13 @@ ARGUMENTS = (
         r"K, of expert_ids, is 0; the nearest legal value is 1",
     ),
     # Options
-    ({"activation": "swigelu"}, ValueError, r"activation is 'swigelu'; it must be 'swiglu'"),
-    ({"activation": None}, ValueError, r"activation is None; it must be 'swiglu'"),
+    (
+        {"activation": "swigelu"},
+        ValueError,
+        r"activation is 'swigelu'; it must be one of 'swiglu', 'gpt_oss'; the nearest is 'swiglu'",
+    ),
+    ({"activation": "gpt-oss"}, ValueError, r"activation is 'gpt-oss'; it must be one of .*; the nearest is 'gpt_oss'"),
+    ({"activation": None}, ValueError, r"activation is None; it must be one of 'swiglu', 'gpt_oss'"),
     ({"activation_limit": 0}, ValueError, r"activation_limit is 0; it must be None or a positive number, such as 7.0"),
     ({"activation_limit": float("nan")}, ValueError, r"activation_limit is nan; it must be None or a positive number"),
     ({"activation_limit": "7"}, TypeError, r"activation_limit is '7'; it must be None or a Python number"),
@@ -368,7 +374,19 @@ except ValueError as error:
         assert "use one process with more virtual devices" in text and 'implementation="xla"' in text
 
 
-def lower_for_gpu(tokens=16, width=16, inner=24, top_k=1, dtype=jnp.bfloat16):
+def test_what_the_kernels_for_gpus_lack_falls_back(monkeypatch):
+    """`implementation=None` on a Hopper GPU that is not there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability="9.0")])
+    monkeypatch.setattr(native, "has_cuda", lambda: True)
+    api._warn_once.cache_clear()
+    x = jax.ShapeDtypeStruct((T, H), jnp.bfloat16)
+    assert api.choose_implementation(None, x, None, "swiglu") == "megakernel"
+    with pytest.warns(match=r"on GPUs the megakernel has activation 'swiglu' only so far, .*; using impl.*='xla'"):
+        assert api.choose_implementation(None, x, None, "gpt_oss") == "xla"
+
+
+def lower_for_gpu(tokens=16, width=16, inner=24, top_k=1, dtype=jnp.bfloat16, activation="swiglu"):
     """Lowers a call for a GPU, which needs none."""
     shapes = [
         (tokens, width),
@@ -379,7 +397,7 @@ def lower_for_gpu(tokens=16, width=16, inner=24, top_k=1, dtype=jnp.bfloat16):
         (64, inner, width),
     ]
     dtypes = [dtype, jnp.int32, jnp.float32, dtype, dtype, dtype]
-    call = functools.partial(mok_jax.moe, implementation="megakernel")
+    call = functools.partial(mok_jax.moe, implementation="megakernel", activation=activation)
     arguments = [jax.ShapeDtypeStruct(shape, d) for shape, d in zip(shapes, dtypes, strict=True)]
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
 
@@ -395,6 +413,11 @@ def test_lowers_for_a_gpu():
         ({"width": 20}, ValueError, r"H, of x, is 20.*multiple of 8.*nearest legal value is (16|24)"),
         ({"inner": 30}, ValueError, r"I, of wi_0, is 30.*multiple of 8.*nearest legal value is 32"),
         ({"top_k": 49}, ValueError, r"K, of expert_ids, is 49.*nearest legal value is 48"),
+        (
+            {"activation": "gpt_oss"},
+            NotImplementedError,
+            r"activation is 'gpt_oss'; on GPUs .* 'swiglu' only so far: .*or implementation=\"xla\"",
+        ),
     ),
 )
 def test_what_gpus_refuse(options, error, text):

@@ -40,8 +40,7 @@ def test_compiles_at_full_size(name):
     """The program takes what ``plan`` says, and up to 30 % more for what that leaves out: router and shared experts."""
     published, ep = LAYERS[name], EXPERT_PARALLELISM[name]
     mesh = make_mesh(expert_parallelism=ep, devices=jax.devices("cpu")[:LARGEST_DOMAIN], allow_idle=ep == 64)
-    # The program is the same whatever the activation.
-    arguments = published.arguments() | {"activation": "swiglu", "mesh": mesh, "implementation": "megakernel"}
+    arguments = published.arguments() | {"mesh": mesh, "implementation": "megakernel"}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     layer = nnx.eval_shape(lambda: MoE(**arguments, dtype=jnp.bfloat16, aux_loss_coeff=0.01, rngs=nnx.Rngs(0)))

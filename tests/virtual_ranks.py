@@ -32,6 +32,7 @@ def run_with_stats(inputs, ep, config=None, activation_limit=None) -> tuple[Outp
         len(padded.x) // ep,
         inputs.expert_ids.shape[1],
         len(inputs.wi_0) // ep,
+        "swiglu",  # all that there is on GPUs
         activation_limit,
         MoKConfig() if config is None else config,
     )

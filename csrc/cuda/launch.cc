@@ -114,6 +114,7 @@ void fill_common(const Call& c, int32_t i, const Arenas& arenas, Failure* host_f
   rank.shape = s;
   rank.tiles = sm90::tile_counts(s);
   rank.save = c.save;
+  rank.activation = c.activation;
   rank.activation_limit = c.activation_limit;
   rank.timeout_ns = static_cast<int64_t>(c.timeout_s * 1e9);
   rank.entry_timeout_ns = static_cast<int64_t>(c.entry_timeout_s * 1e9);

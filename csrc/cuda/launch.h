@@ -14,7 +14,8 @@ namespace mok::cuda {
 struct Call {
   Shape shape;  // of each rank; shape.rank is that of the first
   Save save;
-  float activation_limit;
+  Activation activation;
+  float activation_limit;  // infinity: none
   double timeout_s, entry_timeout_s;
   int32_t ranks_here;  // 1, or shape.ranks: virtual ranks
   int32_t communication_ctas, reserved_sms;

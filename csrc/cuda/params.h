@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include "cuda/workspace.h"
+#include "moe/activation.h"
 
 namespace mok::cuda {
 
@@ -16,6 +17,7 @@ struct Rank {
   Shape shape;
   TileCounts tiles;
   Save save;
+  Activation activation;
   float activation_limit;  // infinity: none
   int64_t timeout_ns, entry_timeout_ns;
 

@@ -1,9 +1,10 @@
-// SwiGLU and its derivative on rows of f32, written so that compilers vectorise the loops. hidden = silu(gate) * up;
-// with a limit L > 0 the gate is clamped from above to L and up to [-L, L]. NaN passes through every clamp.
+// Activations and their derivatives on rows of f32, written so that compilers vectorise the loops.
 #pragma once
 
 #include <bit>
 #include <cstdint>
+
+#include "moe/activation.h"
 
 namespace mok::host {
 
@@ -28,16 +29,20 @@ inline float fast_exp(float x) {
 
 inline float sigmoid(float x) { return 1.f / (1.f + fast_exp(-x)); }
 
-struct SwiGLU {
+// hidden = gate * sigmoid(scaled(gate)) * shifted(up): for SwiGLU neither does anything.
+template <Activation kind>
+struct Gated {
   float limit;  // infinity: none
 
+  static float scaled(float x) { return kind == Activation::gpt_oss ? kGptOssSlope * x : x; }
+  static float shifted(float up) { return kind == Activation::gpt_oss ? up + 1.f : up; }
   float clamp_gate(float gate) const { return gate > limit ? limit : gate; }
   float clamp_up(float up) const { return up > limit ? limit : up < -limit ? -limit : up; }
 
   void forward(const float* gate, const float* up, int64_t n, float* hidden) const {
     for (int64_t i = 0; i < n; ++i) {
       const float g = clamp_gate(gate[i]);
-      hidden[i] = g * sigmoid(g) * clamp_up(up[i]);
+      hidden[i] = g * sigmoid(scaled(g)) * shifted(clamp_up(up[i]));
     }
   }
 
@@ -46,15 +51,27 @@ struct SwiGLU {
   void backward(const float* gate, const float* up, const float* hidden_grad, float w, int64_t n, float* gate_grad,
                 float* up_grad, float* weighted_hidden, float* hidden) const {
     for (int64_t i = 0; i < n; ++i) {
-      const float g = clamp_gate(gate[i]), u = clamp_up(up[i]);
-      const float s = sigmoid(g), silu = g * s;
+      const float g = clamp_gate(gate[i]), u = shifted(clamp_up(up[i]));
+      const float s = sigmoid(scaled(g)), swish = g * s;
       const float grad = w * hidden_grad[i];
-      const float slope = s + silu * (1.f - s);
-      hidden[i] = silu * u;
+      const float slope = s + scaled(swish) * (1.f - s);
+      hidden[i] = swish * u;
       weighted_hidden[i] = w * hidden[i];
       gate_grad[i] = gate[i] > limit ? 0.f : grad * u * slope;
-      up_grad[i] = up[i] > limit || up[i] < -limit ? 0.f : grad * silu;
+      up_grad[i] = up[i] > limit || up[i] < -limit ? 0.f : grad * swish;
     }
+  }
+};
+
+// The activation of a call. It branches once a row, outside the loops.
+struct GatedActivation {
+  Activation kind;
+  float limit;
+
+  template <class Visit>
+  void visit(const Visit& visit) const {
+    if (kind == Activation::gpt_oss) return visit(Gated<Activation::gpt_oss>{limit});
+    visit(Gated<Activation::swiglu>{limit});
   }
 };
 

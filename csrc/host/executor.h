@@ -39,7 +39,7 @@ struct Call {
   Direction direction;
   Shape shape;
   Save save;
-  SwiGLU activation;
+  GatedActivation activation;
   Inputs<T> inputs;
   Routing routing;
   Buffers<T> buffers;  // `arenas` and `row_table` are filled in by execute

@@ -46,7 +46,7 @@ WeightGradTile weight_grad_tile(const Shape& s, int64_t part) {
 
 template <class T>
 Tiles<T>::Tiles(Direction direction, const Shape& shape, const Plan& plan, const Buffers<T>& buffers,
-                const TokenIds& tokens, SwiGLU activation, TileMatmul& matmul)
+                const TokenIds& tokens, GatedActivation activation, TileMatmul& matmul)
     : backward_(direction == Direction::backward),
       shape_(shape),
       plan_(plan),
@@ -139,7 +139,7 @@ void Tiles<T>::gate_up(const Task& t) {
       store(up, width, out + inner);
     }
     if (!backward_) {
-      activation_.forward(gate, up, width, hidden.data());
+      activation_.visit([&](auto gated) { gated.forward(gate, up, width, hidden.data()); });
       store(hidden.data(), width, buffers_.hidden + at * inner + column);
     }
   }
@@ -179,8 +179,10 @@ void Tiles<T>::hidden_grad(const Task& t) {
     load(pre, width, gate.data());
     load(pre + inner, width, up.data());
     const int64_t at = ring_row(t.block) + i;
-    activation_.backward(gate.data(), up.data(), matmul_.row(i), buffers_.row_weights[at], width, gate_grad.data(),
-                         up_grad.data(), weighted.data(), hidden.data());
+    activation_.visit([&](auto gated) {
+      gated.backward(gate.data(), up.data(), matmul_.row(i), buffers_.row_weights[at], width, gate_grad.data(),
+                     up_grad.data(), weighted.data(), hidden.data());
+    });
     T* grads = buffers_.gate_up_grads + at * 2 * inner + column;
     store(gate_grad.data(), width, grads);
     store(up_grad.data(), width, grads + inner);

@@ -60,7 +60,7 @@ template <class T>
 class Tiles {
  public:
   Tiles(Direction direction, const Shape& shape, const Plan& plan, const Buffers<T>& buffers, const TokenIds& tokens,
-        SwiGLU activation, TileMatmul& matmul);
+        GatedActivation activation, TileMatmul& matmul);
 
   void run(const Task& task);
 
@@ -97,7 +97,7 @@ class Tiles {
   const Plan& plan_;
   const Buffers<T>& buffers_;
   const TokenIds& tokens_;
-  SwiGLU activation_;
+  GatedActivation activation_;
   ArenaLayout layout_;
   TileMatmul& matmul_;
 };

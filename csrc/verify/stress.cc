@@ -131,7 +131,7 @@ class RankStep {
     c.direction = direction;
     c.shape = shape_;
     c.save = schedule_.save;
-    c.activation = {std::numeric_limits<float>::infinity()};
+    c.activation = {Activation::swiglu, std::numeric_limits<float>::infinity()};
     c.inputs = {inputs_.x.data(), direction == Direction::backward ? inputs_.dy.data() : nullptr, inputs_.ids.data(),
                 inputs_.expert_weights.data()};
     c.routing = {row_table_.data(), expert_rows_.data(), direction == Direction::forward ? &bad_tokens_ : nullptr};

@@ -99,7 +99,7 @@ ffi::Future forward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids,
     call.direction = Direction::forward;
     call.shape = shape_of(a, x, expert_ids, wi_0, where);
     call.save = static_cast<Save>(a.save);
-    call.activation = {a.activation_limit};
+    call.activation = {static_cast<Activation>(a.activation), a.activation_limit};
     call.inputs = {data<T>(x), nullptr, data<int32_t>(expert_ids), data<float>(expert_weights)};
     call.routing = {data<RowSource>(row_table), data<int32_t>(expert_rows), data<int32_t>(bad_tokens)};
     host::Buffers<T>& b = call.buffers;
@@ -125,7 +125,7 @@ ffi::Future backward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids
     call.direction = Direction::backward;
     call.shape = shape_of(a, x, expert_ids, wi_0, where);
     call.save = static_cast<Save>(a.save);
-    call.activation = {a.activation_limit};
+    call.activation = {static_cast<Activation>(a.activation), a.activation_limit};
     call.inputs = {data<T>(x), data<T>(dy), data<int32_t>(expert_ids), data<float>(expert_weights)};
     call.routing = {data<RowSource>(row_table), data<int32_t>(expert_rows), nullptr};
     host::Buffers<T>& b = call.buffers;

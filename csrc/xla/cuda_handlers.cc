@@ -46,6 +46,7 @@ void decode(const Attributes& a, const Buffer& x, const Buffer& expert_ids, cons
             const Buffer& wi_0, const Buffer& wi_1, const Buffer& wo, cuda::Call& c) {
   c.shape = shape_of(a, x, expert_ids, wi_0);
   c.save = static_cast<Save>(a.save);
+  c.activation = static_cast<Activation>(a.activation);
   c.activation_limit = a.activation_limit;
   c.timeout_s = a.timeout_s;
   c.entry_timeout_s = a.entry_timeout_s;

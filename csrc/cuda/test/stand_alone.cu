@@ -171,6 +171,7 @@ class Step {
     Call c{};
     c.shape = s;
     c.save = save;
+    c.activation = Activation::swiglu;
     c.activation_limit = INFINITY;
     c.timeout_s = c.entry_timeout_s = static_cast<double>(o.one("timeout"));
     c.ranks_here = static_cast<int32_t>(n);
