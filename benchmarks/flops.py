@@ -1,5 +1,8 @@
 """Floating-point operations of the layer: those of real rows only, without padding, recomputation or router."""
 
+# Of one Hopper SM, dense bf16 products: 989 TFLOP/s on 132 SMs at 1.83 GHz (NVIDIA, H100 data sheet).
+HOPPER_FLOPS_PER_CYCLE = 4096
+
 PASSES = ("forward", "backward", "forward+backward")
 
 

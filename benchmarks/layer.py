@@ -3,7 +3,8 @@
 Writes ``layer.json`` and ``layer.png`` into ``--out`` and prints a table. The file is rewritten after every group of
 measurements, so that what an interrupted run has measured is kept. Rates count real rows only and are per GPU; on a
 CPU, where all ranks share the machine, they are of all ranks together. ``host_us`` is the time of the call that
-starts a launch; on a CPU a part of the work may happen in it.
+starts a launch; on a CPU a part of the work may happen in it. ``cycle_efficiency`` is the least number of clock cycles
+that the products of real rows take on the tensor cores, over those that the kernel's CTAs took, whatever the clock.
 
 Ends with 1 if a result is wrong (at once, or at the end with ``--keep-going``) or a shape does not fit the device.
 """
@@ -11,13 +12,14 @@ Ends with 1 if a result is wrong (at once, or at the end with ``--keep-going``) 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder to write into (%(default)s)")
     parser.add_argument("--time-limit", type=float, default=420, help="seconds for the run (%(default)s)")
     parser.add_argument("--build-limit", type=float, default=60, help="seconds to build and check one (%(default)s)")
+    parser.add_argument("--commit", help="to record where the checkout has no git (asked of git)")
     parser.add_argument("--keep-going", action="store_true", help="leave out what computes wrong results, and go on")
     return parser.parse_args(arguments)
 
@@ -137,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     on_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
-    results: dict[str, Any] = {"meta": machine.describe(), "records": []}
+    results: dict[str, Any] = {"meta": machine.describe(args.commit), "records": []}
     ceiling, ceiling_flops = make_ceiling(devices[0], dtype)
     run = Run(args, console, ceiling, ceiling_flops, results, time.perf_counter())
     try:
@@ -289,6 +292,7 @@ def measure_group(run: Run, group: Group, programs: dict[str, Checked], reasons:
                     name,
                     protocol,
                     **rates(taken, group.flops, run.ceiling_flops),
+                    cycle_efficiency=cycle_efficiency(taken, group.flops / program.calls),
                     peak_bytes=program.peak_bytes,
                     checked=errors is not None,
                     errors=errors,
@@ -299,11 +303,15 @@ def measure_group(run: Run, group: Group, programs: dict[str, Checked], reasons:
 
 
 class Timed(NamedTuple):
-    """A program's launches, those of the ceiling to compare them with, and how much that moved meanwhile."""
+    """A program's launches, those of the ceiling to compare them with, and how much that moved meanwhile.
+
+    And the clock cycles of all CTAs of a call of the fused kernel, if it is one.
+    """
 
     own: measure.Timing
     ceiling: measure.Timing
     drift: float
+    cycles: float | None
 
 
 def time_bursts(run: Run, programs: dict[str, Program], *, overlapped: bool) -> tuple[dict[str, Timed], dict[str, str]]:
@@ -311,16 +319,20 @@ def time_bursts(run: Run, programs: dict[str, Program], *, overlapped: bool) -> 
 
     All bursts of the ceiling together are what every program is compared with.
     """
-    timings, failures = {}, {}
+    timings, cycles, failures = {}, {}, {}
     ceilings = [measure.burst(run.ceiling, overlapped=overlapped)] if programs else []
     for number, (name, program) in enumerate(programs.items(), start=1):
         try:
-            timings[name] = measure.burst(program, overlapped=overlapped)
+            timings[name], cycles[name] = count_cycles(
+                program, functools.partial(measure.burst, program, overlapped=overlapped)
+            )
         except Exception as error:
             failures[name] = describe_error(error)
         if number % 2 == 0 or number == len(programs):
             ceilings.append(measure.burst(run.ceiling, overlapped=overlapped))
-    return {n: Timed(own, measure.join(ceilings), measure.drift(ceilings)) for n, own in timings.items()}, failures
+    return {
+        name: Timed(own, measure.join(ceilings), measure.drift(ceilings), cycles[name]) for name, own in timings.items()
+    }, failures
 
 
 def time_sustained(
@@ -332,11 +344,28 @@ def time_sustained(
         measure.load(run.ceiling, measure.LOAD_S, overlapped=overlapped)
     for name, program in programs.items():
         try:
-            own, ceiling = measure.sustained(program, run.ceiling, overlapped=overlapped)
-            timed[name] = Timed(own, ceiling, measure.trend(ceiling))
+            (own, ceiling), cycles = count_cycles(
+                program, functools.partial(measure.sustained, program, run.ceiling, overlapped=overlapped)
+            )
+            timed[name] = Timed(own, ceiling, measure.trend(ceiling), cycles)
         except Exception as error:
             failures[name] = describe_error(error)
     return timed, failures
+
+
+def count_cycles[T](program: Program, run: Callable[[], T]) -> tuple[T, float | None]:
+    """What ``run`` returns, and the clock cycles of all CTAs of one of the calls that it makes, on average."""
+    if program.cycles is None:
+        return run(), None
+    calls, cycles = program.cycles()
+    returned = run()
+    calls_after, cycles_after = program.cycles()
+    return returned, (cycles_after - cycles) / (calls_after - calls)
+
+
+def cycle_efficiency(taken: Timed, work: float) -> float | None:
+    """Of calls of ``work`` FLOPs each; None of what is not the fused kernel on a GPU."""
+    return None if taken.cycles is None else work / flops.HOPPER_FLOPS_PER_CYCLE / taken.cycles
 
 
 def rates(taken: Timed, work: float, ceiling_work: float) -> dict[str, float]:

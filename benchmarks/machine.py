@@ -17,8 +17,8 @@ _CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm")
 _POWER = ("power.draw", "power.limit", "temperature.gpu")
 
 
-def describe() -> dict[str, Any]:
-    """The ``meta`` of a run as far as it is known at its start."""
+def describe(commit_there: str | None = None) -> dict[str, Any]:
+    """The ``meta`` of a run as far as it is known at its start; the commit is asked of git unless it is given."""
     device = jax.devices()[0]
     return {
         "device": cpu_name() if device.platform == "cpu" else device.device_kind,
@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "clocks": [],
         "power": [],
         "versions": versions(),
-        "commit": commit(),
+        "commit": commit_there or commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

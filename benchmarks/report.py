@@ -25,6 +25,7 @@ RECORD_KEYS = (
     "tflops",
     "c_tflops",
     "over_c_min",
+    "cycle_efficiency",
     "peak_bytes",
     "host_us",
     "checked",
@@ -72,7 +73,7 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{meta['device']}, {meta['commit'][:12]}", title_justify="left")
     for column in ("shape", "pass", "ep", "routing", "implementation"):
         table.add_column(column)
-    for column in ("burst / C", "ms", "sustained / C", "ms", "TFLOP/s", "peak GiB", "host us"):
+    for column in ("burst / C", "ms", "sustained / C", "ms", "TFLOP/s", "cycles", "peak GiB", "host us"):
         table.add_column(column, justify="right")
     last_group = None
     for line, records in _lines(results["records"]).items():
@@ -102,16 +103,17 @@ def _lines(records: list[dict]) -> dict[tuple, dict[str, dict]]:
 def _cells(records: dict[str, dict]) -> list[str]:
     measured = [r for r in records.values() if not r["error"]]
     if not measured:
-        return ["[yellow]none, see below"] + [""] * 6
+        return ["[yellow]none, see below"] + [""] * 7
     any_record = measured[0]
     cells = []
     for protocol in ("burst", "sustained"):
         r = records.get(protocol)
         cells += [_ratio(r), f"{r['ms']:.3f}"] if r in measured else ["", ""]
-    peak = any_record["peak_bytes"]
+    peak, efficiency = any_record["peak_bytes"], any_record["cycle_efficiency"]
     return [
         *cells,
         f"{any_record['tflops']:.3g}",
+        "" if efficiency is None else f"{efficiency:.3f}",
         "" if peak is None else f"{peak / 2**30:.3g}",
         f"{any_record['host_us']:.0f}",
     ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import check, flops, layer, measure, report, routing
+from benchmarks import check, flops, layer, machine, measure, report, routing
 from benchmarks.implementations import IMPLEMENTATIONS, compiled, grouped
 from benchmarks.implementations.base import Implementation, Program
 from benchmarks.problem import make_problem, make_tokens
@@ -32,7 +32,7 @@ def test_a_timing_has_median_and_extremes():
 def test_rates_are_work_over_time_over_the_ceilings():
     ceiling = measure.Timing((0.5, 1.0, 2.0), (0.0,) * 3)
     own = measure.Timing((2.0, 4.0, 8.0), (1e-5,) * 3)
-    values = layer.rates(layer.Timed(own, ceiling, 0.0), work=6e12, ceiling_work=3e12)
+    values = layer.rates(layer.Timed(own, ceiling, 0.0, None), work=6e12, ceiling_work=3e12)
     assert values["tflops"] == 1.5 and values["c_tflops"] == 3.0
     assert values["over_c"] == 0.5 and values["over_c_min"] == 0.5
     assert (values["ms"], values["ms_min"], values["ms_max"]) == (4e3, 2e3, 8e3)
@@ -115,6 +115,22 @@ def test_flops_count_three_products_a_row_forward_and_six_backward():
     assert flops.flops("forward", rows, hidden, intermediate) == forward
     assert flops.flops("backward", rows, hidden, intermediate) == 2 * forward
     assert flops.flops("forward+backward", rows, hidden, intermediate) == 3 * forward
+
+
+def test_cycles_are_those_of_one_call():
+    readings = iter([(2, 1_000), (6, 9_000)])
+    program = Program(launch=None, wait=None, cycles=lambda: next(readings), calls=2)
+    returned, cycles = layer.count_cycles(program, lambda: "timing")
+    assert (returned, cycles) == ("timing", 2_000)
+    taken = layer.Timed(None, None, 0.0, cycles)
+    assert layer.cycle_efficiency(taken, 1_500 * flops.HOPPER_FLOPS_PER_CYCLE) == 0.75
+    assert layer.count_cycles(Program(launch=None, wait=None), lambda: 1) == (1, None)
+    assert layer.cycle_efficiency(layer.Timed(None, None, 0.0, None), 1.0) is None
+
+
+def test_a_commit_can_be_given():
+    assert machine.describe("0123abc")["commit"] == "0123abc"
+    assert machine.describe()["commit"] == machine.commit()
 
 
 def test_shapes_scale_with_ranks_unless_they_are_whole():

@@ -2,7 +2,7 @@
 
 import cuda_programs
 import pytest
-from sanitize_gpu import arguments, sanitize, summary
+from sanitize_gpu import TOOLS, arguments, sanitize, summary
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,7 @@ def test_same_bits(step):
 
 
 @pytest.mark.skipif(not cuda_programs.find_tool("compute-sanitizer"), reason="compute-sanitizer is not on the path")
-def test_memcheck():
-    clean, output = sanitize("memcheck")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizer_finds_nothing(tool):
+    clean, output = sanitize(tool)
     assert clean, summary(output)

@@ -6,6 +6,7 @@ IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
         mok.MEGAKERNEL,
+        mok.QUARTER_RING,
         mok.XLA,
         pallas_mgpu.PALLAS_MGPU,
         tokamax.TOKAMAX,

@@ -20,6 +20,8 @@ class Program:
       wait: returns when the launch of that handle is complete.
       peak_bytes: of one launch, arguments, results and temporaries together; None if not known.
       results: the named results of launch number i for the check; None if there is nothing to check.
+      cycles: calls of the fused kernel that have completed, and clock cycles of all their CTAs; None if it has none.
+      calls: of that kernel in one launch.
       queue: programs of one queue run one after another on the device; those of two would run beside each other.
     """
 
@@ -27,6 +29,8 @@ class Program:
     wait: Callable[[Any], None]
     peak_bytes: int | None = None
     results: Callable[[int], Mapping[str, Any]] | None = None
+    cycles: Callable[[], tuple[int, int]] | None = None
+    calls: int = 1
     queue: str = "xla"
 
 

@@ -1,19 +1,27 @@
-"""``mok_jax.moe``: the fused kernel, and the unfused layer of XLA's own operations."""
+"""``mok_jax.moe``: the fused kernel, also in a ring too small for its rows, and the layer of XLA's own operations."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 import mok_jax
 from benchmarks.implementations import compiled
-from benchmarks.implementations.base import Bind, Implementation
-from benchmarks.problem import Problem
+from benchmarks.implementations.base import Bind, Implementation, Program
+from benchmarks.problem import Problem, Tokens
+from mok_jax import native
 from mok_jax.api import Implementation as Name
+from mok_jax.config import ROW_BLOCK, MoKConfig
 
 
-def _build(name: Name, problem: Problem, pass_name: str) -> Bind:
-    moe: compiled.Layer = functools.partial(mok_jax.moe, implementation=name)
+def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1) -> Bind:
+    config = MoKConfig()
+    if ring_share > 1:
+        blocks = problem.rows // problem.ranks // ring_share // ROW_BLOCK
+        config = MoKConfig(ring_rows=max(1, blocks) * ROW_BLOCK)
+    moe: compiled.Layer = functools.partial(mok_jax.moe, implementation=name, config=config)
     if problem.ranks > 1:
         by_token, by_expert = P(("data", "expert")), P("expert")
         moe = jax.shard_map(
@@ -22,8 +30,19 @@ def _build(name: Name, problem: Problem, pass_name: str) -> Bind:
             in_specs=(by_token,) * 3 + (by_expert,) * 3,
             out_specs=by_token,
         )
-    return compiled.build(moe, problem.weights, pass_name)
+    bind = compiled.build(moe, problem.weights, pass_name)
+    if name != "megakernel" or problem.platform == "cpu" or problem.ranks > 1:
+        return bind
+
+    def bind_counted(token_sets: Sequence[Tokens]) -> Program:
+        calls = 2 if pass_name == "forward+backward" else 1
+        return dataclasses.replace(bind(token_sets), cycles=native.library().gpu_cycles, calls=calls)
+
+    return bind_counted
 
 
 MEGAKERNEL = Implementation("megakernel", lambda _: None, functools.partial(_build, "megakernel"))
+QUARTER_RING = Implementation(
+    "megakernel-quarter-ring", lambda _: None, functools.partial(_build, "megakernel", ring_share=4)
+)
 XLA = Implementation("xla", lambda _: None, functools.partial(_build, "xla"))

@@ -20,7 +20,8 @@ namespace {
 
 // Arenas of the ranks of one device. Never freed: captured graphs hold their addresses.
 struct Arenas {
-  int64_t bytes = 0;          // of each
+  int64_t bytes = 0;  // of each
+  uint8_t* first = nullptr;
   uint8_t** table = nullptr;  // device memory
   std::byte* many = nullptr;  // device memory for the arguments of virtual ranks
 };
@@ -84,6 +85,7 @@ std::optional<std::string> make_arenas(Arenas& arenas, const Shape& shape, int32
   if (ranks_here > 1) MOK_CUDA_TRY(cudaMalloc(&arenas.many, ranks_here * sizeof(BackwardRank)));
   MOK_CUDA_TRY(cudaDeviceSynchronize());
   arenas.bytes = rounded;
+  arenas.first = base;
   return std::nullopt;
 }
 
@@ -258,6 +260,17 @@ std::optional<std::string> launch_forward(const ForwardCall& call, cudaStream_t 
 
 std::optional<std::string> launch_backward(const BackwardCall& call, cudaStream_t stream) {
   return launch<BackwardRank>(Direction::backward, sm90::backward_kernel(), call, stream);
+}
+
+Cycles cycles() {
+  Memory& memory = Memory::instance();
+  const std::lock_guard lock(memory.mutex);
+  int id;
+  ArenaHeader header{};
+  if (cudaGetDevice(&id) != cudaSuccess || !memory.devices[id].arenas[1].first) return {};
+  if (cudaDeviceSynchronize() != cudaSuccess) return {};
+  cudaMemcpy(&header, memory.devices[id].arenas[1].first, sizeof(header), cudaMemcpyDeviceToHost);
+  return {header.call, header.cycles};
 }
 
 std::optional<std::string> failure_text() {

@@ -54,6 +54,13 @@ std::optional<std::string> prepare(const Shape& shape, int32_t ranks_here);
 std::optional<std::string> launch_forward(const ForwardCall& call, cudaStream_t stream);
 std::optional<std::string> launch_backward(const BackwardCall& call, cudaStream_t stream);
 
+// Calls of one rank alone that the current device has completed, and the clock cycles of all CTAs of their layer
+// kernels. Waits for the device; begins anew when a bigger arena is made.
+struct Cycles {
+  int64_t calls, cycles;
+};
+Cycles cycles();
+
 // What the device has reported of an earlier call, if anything. Reads host memory only.
 std::optional<std::string> failure_text();
 

@@ -139,21 +139,6 @@ __device__ __forceinline__ void add_release_gpu(int32_t* p, int32_t v) {
 __device__ __forceinline__ void add_release_sys(int64_t* p, int64_t v) {
   asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-__device__ __forceinline__ int32_t add_acq_rel_shared(int32_t* p, int32_t v) {
-  int32_t old;
-  asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0, [%1], %2;"
-               : "=r"(old)
-               : "r"(shared_address(p)), "r"(v)
-               : "memory");
-  return old;
-}
-// 16 bytes that other SMs or peers wrote during this kernel: never from L1.
-__device__ __forceinline__ uint4 load_uncached(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -182,16 +167,8 @@ __device__ __forceinline__ void store_shared_f32(uint32_t address, const float4&
                : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8; it gets or gives elements
-// 2 * (l % 4) and 2 * (l % 4) + 1 of row l / 4 of each.
-__device__ __forceinline__ uint4 load_matrices(uint32_t address) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
+// Four 8x8 matrices of 16-bit elements: lane l names the row l % 8 of matrix l / 8; it gives elements 2 * (l % 4) and
+// 2 * (l % 4) + 1 of row l / 4 of each.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)

@@ -21,6 +21,7 @@ struct Failure {
 // At the begin of every rank's arena. Call numbers and counts only grow, over all calls.
 struct ArenaHeader {
   int64_t call;                // calls that this rank has finished
+  int64_t cycles;              // of all CTAs of the layer kernel, in all calls
   int64_t arrived;             // rows that have come back, in all calls; peers add to it
   int64_t arrived_before;      // the same, when the rank's current call began
   int64_t entered[kMaxRanks];  // by peer: the last call that it has begun
@@ -53,6 +54,7 @@ struct Schedule {
 // Zero when a call begins.
 struct WorkspaceHeader {
   int64_t communication_ticket, compute_ticket;
+  int64_t cycles;   // of the layer kernel's CTAs that have ended
   int32_t barrier;  // of the schedule kernel's CTAs
   int32_t valid_slots, bad_tokens;
   int32_t arrivals, departures;  // of the layer kernel's CTAs

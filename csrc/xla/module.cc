@@ -1,8 +1,10 @@
 // The Python extension: FFI entry points as capsules, and the shape rules of csrc/moe that Python needs while tracing.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
+#include <utility>
 
 #include "cuda/workspace.h"
 #include "moe/shape.h"
@@ -28,6 +30,15 @@ mok::Shape shape(int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_exp
 std::string failure_text() {
 #ifdef MOK_WITH_CUDA
   if (const auto text = mok::cuda::failure_text()) return *text;
+#endif
+  return {};
+}
+
+// Calls, and cycles of their CTAs.
+std::pair<int64_t, int64_t> gpu_cycles() {
+#ifdef MOK_WITH_CUDA
+  const auto [calls, cycles] = mok::cuda::cycles();
+  return {calls, cycles};
 #endif
   return {};
 }
@@ -59,6 +70,8 @@ NB_MODULE(_native, m) {
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);
+  m.def("gpu_cycles", &gpu_cycles,
+        "Calls that the current GPU has completed, and clock cycles of all their CTAs; waits for it. For benchmarks.");
   m.def("failure_text", &failure_text, "What a GPU has reported of an earlier call; empty: nothing.");
   m.def("call_site_type", [] {
     nb::dict type;

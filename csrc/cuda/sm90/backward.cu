@@ -250,7 +250,7 @@ struct Backward {
         if (chunk == count - 1) store_router_parts(rank, t, rows);
         fence_proxy_async_shared();
         __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(math.stages.chunk_full(s.tiles));
+        if (arrives()) mbarrier_arrive(math.stages.chunk_full(s.tiles));
         math.stages.advance<kStagesOfStep>();
       }
     };
@@ -404,7 +404,8 @@ struct Backward {
                                                       StoreSide& side) {
     const auto give_back = [&](int32_t slot) {
 #pragma unroll
-      for (int32_t i = 0; i < kStagesOfStep; ++i) mbarrier_arrive(&s.tiles.stage_empty[slot + i], kMathWarps);
+      for (int32_t i = 0; i < kStagesOfStep; ++i)
+        mbarrier_arrive(&s.tiles.stage_empty[slot + i], kMathWarps * kArrivals);
     };
     int32_t previous = -1;  // given back when the next one's store is under way
     for (int32_t chunk = 0; chunk < chunks(t); ++chunk) {

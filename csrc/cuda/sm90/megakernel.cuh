@@ -37,7 +37,8 @@ struct Shared {
   Schedule schedule;
   QueuedTask queue[kQueue];
   uint64_t queue_full[kQueue], queue_empty[kQueue];
-  int64_t call;  // this one's number
+  int64_t call;   // this one's number
+  int64_t began;  // cycle
   int32_t here, arrival, last;
 };
 static_assert(sizeof(Shared) <= 232448);
@@ -85,7 +86,7 @@ __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
     if (task.kind == kStop) return;
     work(task);
     __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+    if (arrives()) mbarrier_arrive(&s.queue_empty[turn.slot()]);
   }
 }
 
@@ -205,7 +206,7 @@ __device__ __forceinline__ bool is_communication_cta(const Launch<R>& launch, in
 __device__ __forceinline__ void initialise(Shared& s) {
   for (int32_t i = 0; i < kQueue; ++i) {
     mbarrier_init(&s.queue_full[i], 1);
-    mbarrier_init(&s.queue_empty[i], kMathWarps + 2);  // and producer and store warp
+    mbarrier_init(&s.queue_empty[i], (kMathWarps + 2) * kArrivals);  // and producer and store warp
   }
   s.tiles.initialise();
   fence_mbarrier_init();
@@ -223,6 +224,8 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
   __threadfence();
   __syncthreads();
   if (thread_index() == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().cycles), clock64() - s.began);
+    __threadfence();
     const int32_t ranks = launch.ranks_here, ctas = (static_cast<int32_t>(gridDim.x) - s.here + ranks - 1) / ranks;
     s.last = atomicAdd(&rank.header().departures, 1) == ctas - 1;
   }
@@ -232,6 +235,7 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
     header.arrived_before += rank.header().valid_slots;
+    header.cycles += *reinterpret_cast<volatile int64_t*>(&rank.header().cycles);
     header.call = s.call;
   }
 }
@@ -242,6 +246,7 @@ __device__ __forceinline__ void run(const Launch<typename Work::Rank>& launch) {
   Shared& s = *reinterpret_cast<Shared*>(memory);
   // Arrival a serves rank a mod ranks, so that every rank soon has its CTAs, whichever are resident.
   if (thread_index() == 0) {
+    s.began = clock64();
     s.arrival = atomicAdd(&launch.rank(0).header().arrivals, 1);
     s.here = s.arrival % launch.ranks_here;
     initialise(s);

@@ -91,7 +91,7 @@ __device__ __forceinline__ void reduce_tokens(const Rank& rank, int64_t call, in
   const auto term = [&](int32_t i) { return SlotTerm{ids[i], kWeighted ? weights[i] : 1.f}; };
   const auto give_back = [&] {
     __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(stages.empty(m));
+    if (arrives()) mbarrier_arrive(stages.empty(m));
     stages.advance();
   };
   for (int32_t first = 0; first < p.h; first += p.kColumns) {

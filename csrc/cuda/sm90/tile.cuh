@@ -31,6 +31,15 @@ enum class Layout { activations_weights, activations_weights_k, both_transposed 
 
 __device__ __forceinline__ int32_t steps_of(int64_t depth) { return static_cast<int32_t>(ceil_div(depth, kStepDepth)); }
 
+// One lane arrives at a barrier for its warp, once that has come together. compute-sanitizer's racecheck does not count
+// the others as ordered by that: for it, every lane arrives.
+#ifdef MOK_EVERY_LANE_ARRIVES
+inline constexpr int32_t kArrivals = 32;
+#else
+inline constexpr int32_t kArrivals = 1;
+#endif
+__device__ __forceinline__ bool arrives() { return kArrivals == 32 || lane_index() == 0; }
+
 struct TileMemory {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
   alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
@@ -41,12 +50,12 @@ struct TileMemory {
   __device__ void initialise() {
     for (int32_t i = 0; i < kStages; ++i) {
       mbarrier_init(&stage_full[i], 1);
-      mbarrier_init(&stage_empty[i], 8);  // one arrival a math warp
-      mbarrier_init(&chunk_full[i], 8);
+      mbarrier_init(&stage_empty[i], 8 * kArrivals);  // of the math warps
+      mbarrier_init(&chunk_full[i], 8 * kArrivals);
     }
     for (int32_t i = 0; i < 2; ++i) {
       mbarrier_init(&staging_full[i], 128);
-      mbarrier_init(&staging_empty[i], 1);
+      mbarrier_init(&staging_empty[i], kArrivals);
     }
   }
 };
@@ -122,7 +131,7 @@ __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage,
 template <Layout layout, bool kAccumulate>
 __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps,
                                          Stages& stages) {
-  const bool elected = lane_index() == 0;
+  const bool elected = arrives();
   const auto give_back = [&](uint64_t* empty) {
     if (!elected) return;
 #pragma unroll
@@ -208,7 +217,7 @@ class StoreSide {
     bulk_commit();
     bulk_wait_read<0>();
     __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(&m.staging_empty[group]);
+    if (arrives()) mbarrier_arrive(&m.staging_empty[group]);
   }
   __device__ __forceinline__ void advance() { parity_ ^= 1; }
 
