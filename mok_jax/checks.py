@@ -10,9 +10,6 @@ import numpy as np
 from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
 
-GPU_TOP_K_LIMIT = 48
-"""Experts per token: the reduce holds 256 columns of all of a token's slots in 24 KB (``csrc/cuda/sm90``)."""
-
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
     """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
@@ -144,7 +141,7 @@ def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_exp
         )
 
 
-def check_gpu(x, expert_ids, wi_0, activation, devices: int) -> None:
+def check_gpu(x, wi_0, activation, devices: int) -> None:
     """Checks what the kernels for GPUs demand; known when a program is lowered for one."""
     if x.dtype != jnp.bfloat16:
         raise TypeError(
@@ -157,10 +154,6 @@ def check_gpu(x, expert_ids, wi_0, activation, devices: int) -> None:
                 f"{name}, of {argument}, is {size}; on GPUs it must be a multiple of 8, and the nearest legal value is "
                 f"{max(8, round(size / 8) * 8)}"
             )
-    if expert_ids.shape[1] > GPU_TOP_K_LIMIT:
-        raise ValueError(
-            f"K, of expert_ids, is {expert_ids.shape[1]}; on GPUs the nearest legal value is {GPU_TOP_K_LIMIT}"
-        )
     if activation != "swiglu":
         raise NotImplementedError(
             f"activation is {activation!r}; on GPUs implementation=\"megakernel\" has 'swiglu' only so far: "

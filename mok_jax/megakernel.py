@@ -309,8 +309,7 @@ def _lower(target, platform, ctx, *operands, call):
     if platform == "cpu":
         native.register_cpu_targets()
     else:
-        x, expert_ids, _, wi_0, *_ = ctx.avals_in
-        checks.check_gpu(x, expert_ids, wi_0, call.activation, call.ranks // call.virtual_ranks)
+        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[3], call.activation, call.ranks // call.virtual_ranks)
         native.register_cuda_targets()
     if target == "mok_backward":
         ctx, operands = _complete_residuals(ctx, operands)

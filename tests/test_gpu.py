@@ -17,11 +17,14 @@ from mok_jax.config import SAVE_POLICIES, MoKConfig
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 1e-2
-# Widths that no tile divides, and published ones that are no multiples of 128: gpt-oss, and a small DeepSeek.
+# Widths that no tile divides, and published ones that are no multiples of 128: gpt-oss, and a small DeepSeek. A slot
+# wider than a stage of the reduce, and more slots a token than stages.
 WIDTHS = (
     Case("2880", 300, 4, 8, 2880, 2880, uniform),
     Case("1408", 520, 3, 8, 2048, 1408, zipf),
     Case("narrow", 257, 2, 8, 8, 16, zipf),
+    Case("wider than a stage", 37, 3, 4, 12304, 24, uniform),
+    Case("56 experts a token", 41, 56, 64, 136, 72, uniform),
 )
 
 

@@ -386,12 +386,12 @@ def test_what_the_kernels_for_gpus_lack_falls_back(monkeypatch):
         assert api.choose_implementation(None, x, None, "gpt_oss") == "xla"
 
 
-def lower_for_gpu(tokens=16, width=16, inner=24, top_k=1, dtype=jnp.bfloat16, activation="swiglu"):
+def lower_for_gpu(tokens=16, width=16, inner=24, dtype=jnp.bfloat16, activation="swiglu"):
     """Lowers a call for a GPU, which needs none."""
     shapes = [
         (tokens, width),
-        (tokens, top_k),
-        (tokens, top_k),
+        (tokens, 1),
+        (tokens, 1),
         (64, width, inner),
         (64, width, inner),
         (64, inner, width),
@@ -412,7 +412,6 @@ def test_lowers_for_a_gpu():
         ({"dtype": jnp.float32}, TypeError, r"x has dtype float32.*x\.astype\(jnp\.bfloat16\)"),
         ({"width": 20}, ValueError, r"H, of x, is 20.*multiple of 8.*nearest legal value is (16|24)"),
         ({"inner": 30}, ValueError, r"I, of wi_0, is 30.*multiple of 8.*nearest legal value is 32"),
-        ({"top_k": 49}, ValueError, r"K, of expert_ids, is 49.*nearest legal value is 48"),
         (
             {"activation": "gpt_oss"},
             NotImplementedError,
