@@ -23,6 +23,10 @@ class ModelConfig:
       z_loss_coeff: factor of the router z-loss.
       rope_base: wavelength, over 2 pi, of the slowest rotary pair.
       tie_embeddings: use the embedding as the output matrix as well.
+      remat: recompute a block's activations in the backward, all but the expert step (:func:`mok_jax.remat_policy`).
+      scan: stack the blocks' parameters and loop over them, so that one block is compiled however many there are.
+
+    ``remat`` and ``scan`` change neither the initial parameters nor what is computed from them.
 
     Raises:
       ValueError: ``num_layers`` or ``num_heads`` is below 1, or ``hidden_size`` no multiple of ``2 * num_heads``.
@@ -43,6 +47,8 @@ class ModelConfig:
     z_loss_coeff: float = 0.001
     rope_base: float = 10_000.0
     tie_embeddings: bool = False
+    remat: bool = False
+    scan: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads"):

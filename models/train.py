@@ -8,6 +8,7 @@ Ctrl-C ends a run early and keeps what it has; a second one ends it at once.
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -46,6 +47,7 @@ _HELD_OUT_BATCHES = 16
 _PROMPT_BYTES = 48
 _SAMPLE_BYTES = 256
 _SAMPLE_TEMPERATURE = 0.7
+_DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 _EXIT_INTERRUPTED = 130  # What a shell reports for a program that SIGINT ended.
 
 
@@ -61,6 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=10, help="steps an interval (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, crops and sample (%(default)s)")
     parser.add_argument("--implementation", choices=("megakernel", "xla", "reference"), help="(best for the platform)")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, on GPUs too")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16 on a GPU, else float32)")
     parser.add_argument("--expert-parallelism", type=int, help="devices that share one copy of the experts")
     for field in MODEL_FIELDS:
@@ -73,6 +76,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1; the nearest is 1")
     return args
+
+
+def use_deterministic_operations() -> None:
+    """Has XLA use no operation on GPUs whose bits depend on timing; only before the backend starts."""
+    # Last, so that it holds whatever the user's flags say.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC_FLAG}".lstrip()
 
 
 def start_devices(expert_parallelism: int | None, num_experts: int) -> Mesh:
@@ -89,15 +98,18 @@ def start_devices(expert_parallelism: int | None, num_experts: int) -> Mesh:
 
 
 def make_optimizer(learning_rate: float, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with warm-up and cosine decay; only matrices are decayed."""
+    """AdamW with warm-up and cosine decay; all but the norms' scales is decayed."""
     warmup = max(1, int(_WARMUP_FRACTION * steps))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup, max(steps, warmup + 1), end_value=learning_rate / 20
     )
-    adamw = optax.adamw(
-        schedule, b2=0.95, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    )
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=_is_decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw), schedule
+
+
+def _is_decayed(params: nnx.State) -> nnx.State:
+    # By name, not by dimension: stacked scales are a matrix as well.
+    return nnx.map_state(lambda path, _: path[-1] != "scale", params)
 
 
 def make_state(
@@ -281,6 +293,8 @@ def set_up(args: argparse.Namespace) -> Setup:
     """
     config = ModelConfig(**{field.name: getattr(args, field.name) for field in MODEL_FIELDS})
     corpus = data.load_corpus(args.data)
+    if args.deterministic:
+        use_deterministic_operations()
     mesh = start_devices(args.expert_parallelism, config.num_experts)
     if args.batch_size % mesh.size:
         nearest = max(1, round(args.batch_size / mesh.size)) * mesh.size
@@ -325,9 +339,10 @@ def run(args: argparse.Namespace, setup: Setup, console: Console) -> int:
             state, interrupted = train(step, state, crops, args.steps, intervals, console)
             if interrupted:
                 raise KeyboardInterrupt
-            results = held_out_losses(graph, state, held_out) | {"seconds": time.perf_counter() - started}
+            losses, digest = held_out_losses(graph, state, held_out), parameters_sha256(graph, state)
+            results = losses | {"parameters_sha256": digest, "seconds": time.perf_counter() - started}
             log.write(json.dumps(results) + "\n")
-            console.print(_verdict(results))
+            console.print(f"{_verdict(losses)}\nSHA-256 of the parameters: {digest}", soft_wrap=True)
             write_sample(args, corpus, graph, state, mesh, console)
         except KeyboardInterrupt:
             exit_code = _EXIT_INTERRUPTED
@@ -353,6 +368,15 @@ def held_out_losses(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array
         "held_out_loss": evaluate(graph, state, crops, with_experts=True),
         "held_out_loss_without_experts": evaluate(graph, state, crops, with_experts=False),
     }
+
+
+def parameters_sha256(graph: nnx.GraphDef, state: nnx.State) -> str:
+    """Digest of all parameters' bytes, in the order of their names: two runs compared to the bit."""
+    model, _ = nnx.merge(graph, state)
+    digest = hashlib.sha256()
+    for parameter in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        digest.update(np.asarray(parameter).tobytes())
+    return digest.hexdigest()
 
 
 def _verdict(results: dict[str, float]) -> str:

@@ -4,7 +4,8 @@ It exists to show :class:`mok_jax.nnx.MoE` inside an ordinary model: everything 
 batch split over all axes of the mesh and the rest of the weights on every device.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+import mok_jax
 from models.config import BYTE_VOCABULARY, ModelConfig
 from mok_jax.api import Implementation
 from mok_jax.nnx import MoE
+
+# The axis that stacking adds to parameters has no name: no rule splits it.
+_LAYERS = {nnx.PARTITION_NAME: None}
 
 
 class ModelOutput(NamedTuple):
@@ -83,6 +88,20 @@ class Block(nnx.Module):
         return (x + moe.output if with_experts else x), moe
 
 
+def stack_blocks(blocks: Sequence[Block]) -> Block:
+    """One block for ``nnx.scan``: every parameter along a new first axis, split over devices as those of a block are.
+
+    Example:
+      >>> options = {"dtype": jnp.float32, "mesh": None, "implementation": "reference"}
+      >>> blocks = [Block(ModelConfig(), **options, rngs=nnx.Rngs(seed)) for seed in range(3)]
+      >>> stack_blocks(blocks).moe.wi_0.shape
+      (3, 8, 128, 128)
+    """
+    graph, _ = nnx.split(blocks[0])
+    state = jax.tree.map(lambda *layers: jnp.stack(layers), *(nnx.state(block) for block in blocks))
+    return nnx.merge(graph, nnx.spmd.add_axis(state, 0, _LAYERS))
+
+
 class Transformer(nnx.Module):
     """The language model.
 
@@ -111,12 +130,13 @@ class Transformer(nnx.Module):
           rngs: the key for the parameters.
         """
         self.mesh = mesh
-        self.tie_embeddings = config.tie_embeddings
+        self.tie_embeddings, self.remat, self.scan = config.tie_embeddings, config.remat, config.scan
         self.embedding = nnx.Embed(BYTE_VOCABULARY, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List(
+        blocks = [
             Block(config, dtype=dtype, mesh=mesh, implementation=implementation, rngs=rngs)
             for _ in range(config.num_layers)
-        )
+        ]
+        self.blocks: Any = stack_blocks(blocks) if config.scan else nnx.List(blocks)
         self.norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
         if not config.tie_embeddings:
             self.head = nnx.Linear(config.hidden_size, BYTE_VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
@@ -132,15 +152,28 @@ class Transformer(nnx.Module):
           A :class:`ModelOutput`.
         """
         x = self._over_mesh(self.embedding(tokens))
-        router_loss, loads = jnp.zeros((), jnp.float32), []
-        for block in self.blocks:
-            x, moe = block(x, with_experts=with_experts)
-            x = self._over_mesh(x)
-            router_loss += moe.aux_loss + moe.z_loss
-            loads.append(moe.expert_load)
+        x, (router_losses, loads) = self._apply_blocks(x, with_experts=with_experts)
         x = self.norm(x)
         logits = self.embedding.attend(x) if self.tie_embeddings else self.head(x)
-        return ModelOutput(logits.astype(jnp.float32), router_loss, jnp.stack(loads))
+        return ModelOutput(logits.astype(jnp.float32), router_losses.sum(), loads)
+
+    def _apply_blocks(self, x: jax.Array, *, with_experts: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The stream after all blocks; their losses, f32 ``[layers]``, and loads, int32 ``[layers, E]``."""
+
+        def apply(x, block):
+            x, moe = block(x, with_experts=with_experts)
+            return self._over_mesh(x), (moe.aux_loss + moe.z_loss, moe.expert_load)
+
+        if self.remat:
+            # A scan has no need of the barriers that keep XLA from merging what is recomputed with the forward.
+            apply = nnx.remat(apply, policy=mok_jax.remat_policy, prevent_cse=not self.scan)
+        if self.scan:
+            return nnx.scan(apply, transform_metadata=_LAYERS)(x, self.blocks)
+        of_layers = []
+        for block in self.blocks:
+            x, of_layer = apply(x, block)
+            of_layers.append(of_layer)
+        return x, jax.tree.map(lambda *layers: jnp.stack(layers), *of_layers)
 
     def _over_mesh(self, x: jax.Array) -> jax.Array:
         # Said here, not left to the partitioner: attention has no need of the expert axis, and without this hint

@@ -1,6 +1,7 @@
 """The demonstration command, very small, as a user starts it: what it writes, how it ends, and what it refuses."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from processes import cpu_environment
 
-from models import data
+from models import data, train
 from models.report import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -30,11 +31,16 @@ def text_file(tmp_path_factory):
     return path
 
 
-def start(text_file, out, *arguments):
+def start(text_file, out, *arguments, **environment):
     paths = "--data", str(text_file), "--out", str(out)
     command = [sys.executable, "-u", "-m", "models.train", *paths, *TINY, *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=cpu_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=cpu_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -63,6 +69,38 @@ def test_a_run_writes_everything(text_file, tmp_path):
     assert intervals[0]["loss"] > intervals[-1]["loss"]
     assert results["held_out_loss"] != results["held_out_loss_without_experts"]
     assert 0 < results["held_out_loss"] < 10
+
+
+def test_deterministic_runs_end_with_the_same_bits(text_file, tmp_path):
+    """On the devices that the user's flags ask for."""
+    arguments = ("--steps", "3", "--num-layers", "2", "--deterministic", "--remat", "--scan")
+    flags = "--xla_force_host_platform_device_count=2"
+    processes = {run: start(text_file, tmp_path / run, *arguments, XLA_FLAGS=flags) for run in ("first", "second")}
+    lines = []
+    for run, process in processes.items():
+        output, code = finish(process)
+        assert code == 0 and "2 cpu devices" in output, output
+        intervals, results = read_metrics(tmp_path / run / "metrics.jsonl")
+        digest = results["parameters_sha256"]
+        assert len(digest) == 64 and f"SHA-256 of the parameters: {digest}\n" in output
+        lines.append((digest, [line["loss"] for line in intervals]))
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("users", ("", "--xla_cpu_enable_fast_math=false"))
+def test_deterministic_is_asked_of_xla_before_it_starts(text_file, monkeypatch, users):
+    """And not without the argument; what the user asks of XLA stays."""
+    monkeypatch.setenv("XLA_FLAGS", users)
+    seen = []
+
+    def start_devices(*_):
+        seen.append(os.environ["XLA_FLAGS"].split())
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(train, "start_devices", start_devices)
+    for arguments in ([], ["--deterministic"]):
+        assert train.main(["--data", str(text_file), *arguments]) == 2
+    assert seen == [users.split(), [*users.split(), "--xla_gpu_deterministic_ops=true"]]
 
 
 def test_ctrl_c_keeps_what_was_written(text_file, tmp_path):
