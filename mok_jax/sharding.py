@@ -30,14 +30,17 @@ def make_mesh(
 ) -> Mesh:
     """Makes a ``("data", "expert")`` mesh whose expert groups each lie inside one NVLink domain.
 
-    Domains are runs of ``domain_size`` consecutive devices, the last one possibly shorter. Each is cut into groups of
-    ``expert_parallelism * tensor_parallelism`` consecutive devices.
+    Domains are runs of ``domain_size`` consecutive devices, the last one possibly shorter. Where XLA knows better, on
+    several hosts, a domain is what it found connected by a fast network: devices of one ``slice_index`` (openxla/xla
+    pull requests 23320 and 24473; ``jax.distributed.initialize`` can set it), in the order in which they are listed,
+    and runs of those if there are more. Each domain is cut into groups of ``expert_parallelism * tensor_parallelism``
+    consecutive devices.
 
     Args:
       expert_parallelism: devices that share one copy of the experts; ``None`` takes a whole domain.
       tensor_parallelism: if above 1, the size of one more axis, ``"tensor"``, of consecutive devices, for the weights
         of the rest of a model. Experts are whole along it, and the layers split tokens that are replicated over it.
-      domain_size: devices in one NVLink domain.
+      domain_size: devices in one NVLink domain at most.
       devices: the devices in domain order; ``None`` means ``jax.devices()``, which starts the backend.
       allow_idle: leave out devices at the end of a domain that do not fill a group (64 of 72, say), instead of raising.
 
@@ -154,11 +157,10 @@ def expert_groups[D](
 
     Example:
       >>> expert_groups(range(6), 2, 3, allow_idle=True)
-      [range(0, 2), range(3, 5)]
+      [[0, 1], [3, 4]]
     """
-    if domain_size < 1:
-        raise ValueError(f"domain_size={domain_size} must be at least 1; the nearest is 1.")
-    domain_size = min(domain_size, len(devices))
+    domains = _domains(devices, domain_size)
+    domain_size = max(map(len, domains))
     if not 1 <= tensor_parallelism <= domain_size:
         raise ValueError(
             f"tensor_parallelism={tensor_parallelism} must be from 1 to the {domain_size} devices of one domain; "
@@ -172,11 +174,19 @@ def expert_groups[D](
             f"expert_parallelism={ranks} must be from 1 to the {room} of one domain; "
             f"the nearest is {min(max(ranks, 1), largest)}."
         )
-    domains = [devices[start : start + domain_size] for start in range(0, len(devices), domain_size)]
     if not allow_idle:
         _check_no_idle(ranks, tensor_parallelism, sorted({len(domain) for domain in domains}))
     size = ranks * tensor_parallelism
     return [d[start : start + size] for d in domains for start in range(0, len(d) - size + 1, size)]
+
+
+def _domains[D](devices: Sequence[D], domain_size: int) -> list[list[D]]:
+    if domain_size < 1:
+        raise ValueError(f"domain_size={domain_size} must be at least 1; the nearest is 1.")
+    slices: dict[int | None, list[D]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+    return [s[start : start + domain_size] for s in slices.values() for start in range(0, len(s), domain_size)]
 
 
 def group_sizes_without_idle(sizes: Sequence[int]) -> list[int]:

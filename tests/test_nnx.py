@@ -126,8 +126,8 @@ def test_padded_experts_over_a_mesh_equal_no_mesh(mesh):
     )
 
 
-# What differs from model to model, with few experts: the router, clamps, and the shared expert's width and gate. Not
-# here: biases (`test_biases`), and layers of DeepSeek-V4 that route by token hash.
+# What differs from model to model, with few experts: the router, activation, clamps, biases, and the shared expert's
+# width and gate. Not here: layers of DeepSeek-V4 that route by token hash.
 LAYERS = {
     "kimi-k2": {"num_shared_experts": 1},
     "deepseek-v3": {"num_shared_experts": 1},
@@ -136,15 +136,15 @@ LAYERS = {
     "qwen3.5-397b-a17b": {"num_shared_experts": 1, "shared_intermediate_size": 20, "shared_expert_gate": True},
     "qwen3-235b-a22b": {},
     "mixtral-8x7b": {},
-    "gpt-oss-120b": {"activation": "gpt_oss", "activation_limit": 7.0},
+    "gpt-oss-120b": {"activation": "gpt_oss", "activation_limit": 7.0, "use_bias": True},
 }
 
 
-def numpy_expert(x, wi_0, wi_1, wo, activation="swiglu", limit=np.inf):
-    gate, up = np.minimum(x @ wi_0, limit), np.clip(x @ wi_1, -limit, limit)
+def numpy_expert(x, wi_0, wi_1, wo, activation="swiglu", limit=np.inf, biases=(0, 0, 0)):
+    gate, up = np.minimum(x @ wi_0 + biases[0], limit), np.clip(x @ wi_1 + biases[1], -limit, limit)
     if activation == "gpt_oss":
-        return (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ wo
-    return (gate / (1 + np.exp(-gate)) * up) @ wo
+        return (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ wo + biases[2]
+    return (gate / (1 + np.exp(-gate)) * up) @ wo + biases[2]
 
 
 def numpy_layer(layer, x, router, *activation):
@@ -154,8 +154,10 @@ def numpy_layer(layer, x, router, *activation):
     y = np.zeros_like(x, np.float64)
     for token, row in enumerate(x):
         for expert, weight in zip(ids[token], weights[token], strict=True):
-            weights_of_expert = (state[name][expert] for name in ("wi_0", "wi_1", "wo"))
-            y[token] += weight * numpy_expert(row, *weights_of_expert, *activation)
+            names = "wi_0", "wi_1", "wo"
+            biases = [state[f"{name}_bias"][expert] if f"{name}_bias" in state else 0 for name in names]
+            weights_of_expert = (state[name][expert] for name in names)
+            y[token] += weight * numpy_expert(row, *weights_of_expert, *activation, biases=biases)
         if "shared_wo" in state:
             shared = numpy_expert(row, state["shared_wi_0"], state["shared_wi_1"], state["shared_wo"])
             if "shared_gate/kernel" in state:
@@ -182,6 +184,9 @@ def check_published(name, arguments):
         layer.expert_bias[...] = jnp.asarray(random_bias(router.num_experts))
     for wi in layer.wi_0, layer.wi_1:
         wi[...] *= 8  # far enough that clamps clamp
+    if arguments.get("use_bias"):
+        for bias in layer.wi_0_bias, layer.wi_1_bias, layer.wo_bias:
+            bias[...] = np.random.default_rng(3).normal(size=bias.shape)
     x, activation = make_input(9), arguments.get("activation", "swiglu")
     limit = arguments.get("activation_limit", np.inf)
     got = forward(layer, x)

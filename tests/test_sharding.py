@@ -1,10 +1,12 @@
 """Meshes: expert groups inside domains, nothing idle by accident, errors that say what would work."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 
-from mok_jax.sharding import logical_axis_rules, make_mesh, pad_experts
+from mok_jax.sharding import expert_groups, logical_axis_rules, make_mesh, pad_experts
 
 
 @pytest.fixture
@@ -44,6 +46,23 @@ def test_tensor_axis_is_innermost(devices):
     assert mesh.axis_names == ("data", "expert", "tensor") and mesh.are_all_axes_auto
     np.testing.assert_array_equal(positions(mesh, devices), [[[0, 1, 2], [3, 4, 5]], [[7, 8, 9], [10, 11, 12]]])
     assert make_mesh(tensor_parallelism=2, devices=devices[:8]).devices.shape == (1, 4, 2)
+
+
+class Gpu(NamedTuple):
+    """As JAX lists GPUs of several hosts."""
+
+    id: int
+    slice_index: int
+
+
+def test_a_domain_is_what_xla_found_connected():
+    """Two racks of 6 whose hosts started in turn, and a domain is at most 4."""
+    gpus = [Gpu(n, n // 2 % 2) for n in range(12)]
+    first, second = ([gpu for gpu in gpus if gpu.slice_index == index] for index in (0, 1))
+    assert expert_groups(gpus, None, 72, allow_idle=False) == [first, second]
+    assert expert_groups(gpus, 2, 4, allow_idle=False) == [r[i : i + 2] for r in (first, second) for i in (0, 2, 4)]
+    with pytest.raises(ValueError, match=r"expert_parallelism=8 must be from 1 to the 6 devices of one domain"):
+        expert_groups(gpus, 8, 72, allow_idle=False)
 
 
 @pytest.mark.parametrize(
