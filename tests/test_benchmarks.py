@@ -38,8 +38,14 @@ def test_rates_are_work_over_time_over_the_ceilings():
     assert (values["ms"], values["ms_min"], values["ms_max"]) == (4e3, 2e3, 8e3)
 
 
-def test_drift_compares_minima_and_trend_compares_halves():
-    steady, slow = measure.Timing((1.0, 1.5), (0, 0)), measure.Timing((1.2, 1.2), (0, 0))
+def test_a_host_that_wakes_late_is_no_drift():
+    """Late after the second launch: that looks longer by what the third looks shorter."""
+    steady, late = measure.Timing((1.0,) * 6, (0,) * 6), measure.Timing((1.0, 1.4, 0.6, 1.0, 1.0, 1.0), (0,) * 6)
+    assert measure.drift([steady, late]) == pytest.approx(0)
+
+
+def test_drift_compares_means_and_trend_compares_halves():
+    steady, slow = measure.Timing((1.0, 1.2), (0, 0)), measure.Timing((1.32, 1.32), (0, 0))
     assert measure.drift([steady, steady]) == 0
     assert measure.drift([steady, slow, steady]) == pytest.approx(0.2)
     assert measure.trend(measure.Timing((1.0, 1.0, 1.3, 1.3), (0,) * 4)) == pytest.approx(0.3)

@@ -35,9 +35,9 @@ def inputs_and_outputs_of_one_rank():
     return inputs, runner.run(inputs, 1, implementation="megakernel")
 
 
-@pytest.mark.parametrize(("ep", "replicas"), [(72, 1), (9, 8)])
+@pytest.mark.parametrize(("ep", "replicas"), [(72, 1), (36, 2), (9, 8)])
 def test_same_bits_as_one_rank(ep, replicas):
-    """144 experts on 72 ranks, of which 32 hold nothing but padding, and 81 on each of 8 groups of 9 ranks."""
+    """144 experts on 72 ranks, of which 32 hold nothing but padding, 108 on groups of 36, and 81 on groups of 9."""
     inputs, expected = inputs_and_outputs_of_one_rank()
     actual, rest = run_padded(inputs, ep, replicas)
     different = differences(actual, expected)
