@@ -25,6 +25,8 @@ inline constexpr int32_t kBoxBytes = kStepDepth * kBoxColumns * 2;
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
 inline constexpr int32_t kStagingBox = kGroupRows * 128;         // bytes: 64 rows of 128, in the 128-byte swizzle
 inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
+// Warpgroups take only what others have given, else they wait for ever: a launch of 384 threads has 168 for each.
+static_assert(2 * kMathRegisters + kServiceRegisters <= 3 * 168);
 
 // Which dimension of the operands is contiguous: K, or (transposed) the other one.
 enum class Layout { activations_weights, activations_weights_k, both_transposed };  // K-major left, unless both
