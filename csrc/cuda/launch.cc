@@ -263,13 +263,17 @@ std::optional<std::string> launch_backward(const BackwardCall& call, cudaStream_
 }
 
 Cycles cycles() {
-  Memory& memory = Memory::instance();
-  const std::lock_guard lock(memory.mutex);
   int id;
+  if (cudaGetDevice(&id) != cudaSuccess) return {};
+  const uint8_t* arena;
+  {
+    Memory& memory = Memory::instance();
+    const std::lock_guard lock(memory.mutex);  // not while waiting for the device: launches of others need it
+    arena = memory.devices[id].arenas[1].first;
+  }
   ArenaHeader header{};
-  if (cudaGetDevice(&id) != cudaSuccess || !memory.devices[id].arenas[1].first) return {};
-  if (cudaDeviceSynchronize() != cudaSuccess) return {};
-  cudaMemcpy(&header, memory.devices[id].arenas[1].first, sizeof(header), cudaMemcpyDeviceToHost);
+  if (!arena || cudaDeviceSynchronize() != cudaSuccess) return {};
+  if (cudaMemcpy(&header, arena, sizeof(header), cudaMemcpyDeviceToHost) != cudaSuccess) return {};
   return {header.call, header.cycles};
 }
 

@@ -55,7 +55,7 @@ std::optional<std::string> launch_forward(const ForwardCall& call, cudaStream_t 
 std::optional<std::string> launch_backward(const BackwardCall& call, cudaStream_t stream);
 
 // Calls of one rank alone that the current device has completed, and the clock cycles of all CTAs of their layer
-// kernels. Waits for the device; begins anew when a bigger arena is made.
+// kernels. Waits for the device, so not while a graph is captured; begins anew when a bigger arena is made.
 struct Cycles {
   int64_t calls, cycles;
 };

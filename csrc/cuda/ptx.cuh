@@ -57,6 +57,11 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
+// Waits for `threads` threads, whole warps, at one of the CTA's 16 barriers.
+__device__ __forceinline__ void named_barrier(int32_t id, int32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- Asynchronous copies. Loads complete on an mbarrier, stores in groups of the issuing thread.
 
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* bar) {

@@ -70,7 +70,7 @@ NB_MODULE(_native, m) {
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);
-  m.def("gpu_cycles", &gpu_cycles,
+  m.def("gpu_cycles", &gpu_cycles, nb::call_guard<nb::gil_scoped_release>(),
         "Calls that the current GPU has completed, and clock cycles of all their CTAs; waits for it. For benchmarks.");
   m.def("failure_text", &failure_text, "What a GPU has reported of an earlier call; empty: nothing.");
   m.def("call_site_type", [] {

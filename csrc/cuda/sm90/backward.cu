@@ -255,7 +255,10 @@ struct Backward {
       }
     };
     half(acc, 0);
-    half(acc + kAccumulators / 2, 2);
+    if (count > 2) half(acc + kAccumulators / 2, 2);
+    // The area was only borrowed: no barrier tells a warp that goes on to its next task, and stages there, that the
+    // others have read what they had parked.
+    math.meet_warpgroup();
   }
 
   // Half of a thread's accumulators, as 16-byte vectors of the warpgroup's threads side by side.

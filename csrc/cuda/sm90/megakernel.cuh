@@ -3,7 +3,7 @@
 // pushes what these have staged; a communication warp pulls rows. CTAs take their roles in the order in which they
 // arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
-//   look_up(rank, plan, task)          fills in the task's steps, and stages besides these; by the scheduler
+//   look_up(rank, plan, task)          fills in what a QueuedTask knows; of stages only those besides its steps'
 //   load(rank, s, task, stages)        loads the stages; by one lane
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, arena, task, side)  by the store warp
@@ -25,7 +25,7 @@ inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
 // A task with all that its CTA's warps need to know of the plan, so that none of them stops to look.
 struct QueuedTask : Task {
   int32_t ring_row;     // of its (first) block
-  int32_t real_rows;    // of its block
+  int32_t real_rows;    // of its block; not of a piece (weight_grad)
   int32_t steps;        // of its product
   int32_t stages;       // that the producer loads
   bool begun, goes_on;  // weight_grad: an earlier macrobatch has begun the expert; a later one has more of it
@@ -125,6 +125,8 @@ struct Math {
   __device__ __forceinline__ uint32_t park_address(Shared& s) {
     return shared_address(s.tiles.staging[thread_index() / 128]) + thread_index() % 128 * 16;
   }
+  // Until all threads of this warpgroup are here; barrier 0 is the CTA's.
+  __device__ __forceinline__ void meet_warpgroup() { named_barrier(1 + thread_index() / 128, 128); }
   // Nothing is staged; the store warp learns that this warpgroup's own stores are issued, and signals.
   __device__ __forceinline__ void stage_nothing(Shared& s) {
     fence_proxy_async();

@@ -2,8 +2,8 @@
 // warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warp.
 //
 // A step of a product is 64 deep and takes two neighbouring stages: the copy engine is limited by instructions (about
-// 100 cycles each) and by requests (128 bytes at most), so boxes are as large as they can be. Epilogues and the reduce
-// use single stages; every task uses an even number of them.
+// 100 cycles each) and by requests (128 bytes at most), so boxes are as large as they can be. Epilogues use
+// pairs as well, the reduce single stages; every task uses an even number of them.
 #pragma once
 
 #include "cuda/sm90/wgmma.cuh"
@@ -92,7 +92,6 @@ class Stages {
     return m.stages[slot];
   }
   __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.slot()]; }
-  __device__ __forceinline__ uint8_t* memory(TileMemory& m) { return m.stages[turn_.slot()]; }
   // Math: waits until the stage, or the step that begins with it, is loaded.
   __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
     mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
