@@ -13,10 +13,7 @@ from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
     """Checks the arguments of ``mok_jax.moe`` that every implementation shares."""
-    require_choice("activation", activation, ACTIVATIONS)
-    _check_activation_limit(activation_limit)
-    if not isinstance(config, MoKConfig):
-        raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")
+    check_expert_step(activation, activation_limit, config)
     _check_axis_name(axis_name)
     for name, array, rank, letters in (
         ("x", x, 2, "[T, H]"),
@@ -36,6 +33,14 @@ def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, ac
     _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
     _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
     _check_top_k(expert_ids.shape[1], wi_0.shape[0], axis_name)
+
+
+def check_expert_step(activation: Any, activation_limit: Any, config: Any) -> None:
+    """Checks what says how experts compute, and not on what."""
+    require_choice("activation", activation, ACTIVATIONS)
+    _check_activation_limit(activation_limit)
+    if not isinstance(config, MoKConfig):
+        raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")
 
 
 def _check_activation_limit(limit: Any) -> None:

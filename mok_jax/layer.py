@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import flax.struct
 import jax
@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import mok_jax
-from mok_jax import routing, sharding
+from mok_jax import checks, routing, sharding
 from mok_jax.activation import Activation, swiglu
 from mok_jax.api import Implementation
-from mok_jax.config import MoKConfig
+from mok_jax.config import MoKConfig, require_choice
 from mok_jax.reference import accumulator_dtype
 
 GATES = ("gate", "shared_gate")
@@ -139,9 +139,9 @@ class Settings:
 
     Raises:
       ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
-        hold too few experts, ``score_function`` is unknown, something is said of shared experts where there are none,
-        or the mesh has no such axis.
-      TypeError: ``expert_bias`` is no bool.
+        hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
+        has no such axis, or axes of several types.
+      TypeError: ``expert_bias`` is no bool, ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -199,6 +199,14 @@ class Settings:
         routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)
+        checks.check_expert_step(self.activation, self.activation_limit, self.config or MoKConfig())
+        if self.implementation is not None:
+            require_choice("implementation", self.implementation, get_args(Implementation))
+        if self.mesh is not None and len(set(self.mesh.axis_types)) > 1:
+            raise ValueError(
+                f"mesh has axes {self.mesh.axis_names} of types {self.mesh.axis_types}; all must be of one type, "
+                "AxisType.Auto as mok_jax.sharding.make_mesh makes them, or AxisType.Explicit."
+            )
         if self.num_experts < self._expert_parallelism:
             raise ValueError(
                 f"num_experts={self.num_experts} must be at least the expert axis' size ({self._expert_parallelism}); "
@@ -264,7 +272,10 @@ class Settings:
         return Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def axis_rules(self) -> tuple[tuple[str, Any], ...]:
-        """From logical axes to axes of the mesh: the caller's rules where there are any, else the package's."""
+        """From logical axes to axes of the mesh: the caller's rules where there are any, else the package's.
+
+        Of several rules for one axis the last counts, as in Flax's own parameters with metadata.
+        """
         assert self.mesh is not None
         ours = sharding.logical_axis_rules(self.mesh, self.expert_axis)
         return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
@@ -280,7 +291,7 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
     Args:
       settings: of the layer.
       weights: its arrays, of the shapes of ``settings.parameters()``.
-      x: ``[..., H]``, any number of leading dimensions and any sharding.
+      x: ``[..., H]``, any number of leading dimensions and any sharding over the layer's mesh, or not yet on a device.
       token_mask: bool ``[...]``, ``True`` for real tokens. Padding is excluded from routing, losses and load,
         whatever is in its rows of ``x``; its output and its gradient are 0.
 
@@ -326,18 +337,7 @@ def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax
     # Zeroed before the router: NaN in padding would reach the gradient of its kernel as NaN * 0.
     tokens = routing.mask_rows(x.reshape(-1, settings.hidden_size), mask)
     logits = _router_logits(tokens, weights.gate)
-    routed = routing.top_k_routing(
-        logits,
-        settings.num_experts_per_tok,
-        settings.score_function,
-        settings.norm_topk_prob,
-        settings.routed_scaling_factor,
-        mask,
-        softmax_after_topk=settings.softmax_after_topk,
-        expert_bias=weights.expert_bias,
-        num_groups=settings.num_groups,
-        group_topk=settings.group_topk,
-    )
+    routed = _route(settings, logits, mask, weights.expert_bias)
     tokens = tokens.astype(settings.dtype or x.dtype)
     output = _experts(settings, weights, tokens, routed)
     if weights.wo_bias is not None:
@@ -350,11 +350,44 @@ def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax
         update = routing.expert_bias_update(load, settings.expert_bias_update_rate)
     return MoEOutput(
         output=routing.mask_rows(output, mask).astype(tokens.dtype).reshape(x.shape),
-        aux_loss=settings.aux_loss_coeff * _load_balance_loss(settings, routed, mask, x.shape[:-1]),
-        z_loss=settings.z_loss_coeff * routing.z_loss(logits, mask),
+        aux_loss=_scaled(settings.aux_loss_coeff, lambda: _load_balance_loss(settings, routed, mask, x.shape[:-1])),
+        z_loss=_scaled(settings.z_loss_coeff, lambda: routing.z_loss(logits, mask)),
         expert_load=load,
         expert_bias_update=update,
     )
+
+
+def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.Routing:
+    """Each token's experts, chosen by the device that has the token."""
+
+    def choose(logits, mask, expert_bias):
+        return routing.top_k_routing(
+            logits,
+            settings.num_experts_per_tok,
+            settings.score_function,
+            settings.norm_topk_prob,
+            settings.routed_scaling_factor,
+            mask,
+            softmax_after_topk=settings.softmax_after_topk,
+            expert_bias=expert_bias,
+            num_groups=settings.num_groups,
+            group_topk=settings.group_topk,
+        )
+
+    mesh = settings.mesh
+    if mesh is None or mesh.size == 1:
+        return choose(logits, mask, expert_bias)
+    # Said here: of a top_k over the batch, XLA's partitioner gathers everybody's scores on every device.
+    by_token = P(mesh.axis_names)
+    choose = jax.shard_map(choose, mesh=_with_auto_axes(mesh), in_specs=(by_token, by_token, P()), out_specs=by_token)
+    padding = (0, -logits.shape[0] % mesh.size)
+    routed = choose(jnp.pad(logits, (padding, (0, 0))), None if mask is None else jnp.pad(mask, padding), expert_bias)
+    return jax.tree.map(lambda a: a[: logits.shape[0]], routed)
+
+
+def _scaled(coefficient: float, loss: Callable[[], jax.Array]) -> jax.Array:
+    """Without a coefficient nothing: not even the NaN of a token that is left out elsewhere."""
+    return coefficient * loss() if coefficient else jnp.zeros((), jnp.float32)
 
 
 def _load_balance_loss(settings: Settings, routed: routing.Routing, mask, leading: tuple[int, ...]) -> jax.Array:
@@ -385,6 +418,8 @@ def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> 
 
 def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: routing.Routing) -> jax.Array:
     """The expert step: ``[N, H] -> [N, H]``, over the mesh if there is one."""
+    if tokens.shape[0] == 0:
+        return tokens
     mesh = None if settings.mesh is None or settings.mesh.size == 1 else settings.mesh
     step: Callable[..., jax.Array] = functools.partial(
         mok_jax.moe,

@@ -41,6 +41,9 @@ class MoE(nnx.Module):
     :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``flax.core.spmd.logical_axis_rules``) do not
     say otherwise.
 
+    Eagerly, each weight is made whole on one device before it is split: make large models under ``nnx.jit``. An
+    ``nnx.Optimizer`` is made under the same rules as the layer.
+
     ``expert_bias [E]``, if asked for, is an :class:`ExpertBias` and no ``nnx.Param``: it starts at 0, has no gradient,
     and a training step ends with ``layer.expert_bias[...] += out.expert_bias_update``.
 

@@ -1,5 +1,7 @@
 """The NNX layer: over a mesh it is the layer without one; masks, losses, shapes, transforms and errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from compare import relative_l2
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_routing import ROUTERS, random_bias
 
@@ -323,6 +325,22 @@ def test_the_callers_axis_rules_win(mesh):
     assert_same(forward(layer, x), forward(make_layer(), x))
 
 
+def test_every_device_routes_its_own_tokens(mesh):
+    """No collective holds a row of the batch: neither scores, nor those of groups, nor what their gradients need."""
+    layer, tokens = make_full_layer(mesh, seq_aux=False), 8 * 11
+    program = value_and_gradients.lower(layer, jnp.ones((tokens, HIDDEN)), jnp.ones(tokens, bool)).compile().as_text()
+    collectives = re.findall(r"= (.*?) (?:all-gather|all-to-all|all-reduce|collective-permute)", program)
+    assert collectives and not [shapes for shapes in collectives if f"[{tokens}," in shapes]
+
+
+@pytest.mark.parametrize("leading", [(0,), (0, 3)])
+def test_no_tokens(mesh, leading):
+    for layer in make_full_layer(seq_aux=False), make_full_layer(mesh, seq_aux=False):
+        _, out, (gradients, x_gradient) = value_and_gradients(layer, make_input(*leading), jnp.ones(leading, bool))
+        assert out.output.shape == x_gradient.shape == (*leading, HIDDEN)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves((out.expert_load, gradients)))
+
+
 def test_mask_is_as_if_padding_were_not_there(mesh):
     x, mask = make_input(2, 8), jnp.ones((2, 8), bool).at[1].set(False)
     for layer in make_layer(), make_layer(mesh):
@@ -344,6 +362,8 @@ def test_losses_are_scaled():
     assert float(full.aux_loss) == pytest.approx(2 * float(half.aux_loss)) and float(full.aux_loss) > 0.5
     assert float(full.z_loss) == pytest.approx(2 * float(half.z_loss)) and float(full.z_loss) > 0
     assert float(none.aux_loss) == float(none.z_loss) == 0
+    broken = forward(make_layer(aux_loss_coeff=0.0, z_loss_coeff=0.0), x.at[0, 0].set(jnp.nan))
+    assert float(broken.aux_loss) == float(broken.z_loss) == 0
 
 
 def test_dtypes(mesh):
@@ -375,6 +395,9 @@ def test_gradients_reach_every_expert_and_the_gate(mesh):
         ({"score_function": "tanh"}, r"score_function='tanh' .*softmax"),
         ({"score_function": "sigmoid", "softmax_after_topk": True}, r"softmax_after_topk=True .*='sigmoid'; use"),
         ({"expert_axis": "model"}, r"expert_axis='model' .*'data', 'expert'"),
+        ({"activation": "swigluu"}, r"activation is 'swigluu'.* nearest is 'swiglu'"),
+        ({"activation_limit": -1}, r"activation_limit is -1; it must be None or a positive number"),
+        ({"implementation": "cuda"}, r"implementation is 'cuda'; it must be one of 'megakernel'"),
         ({"intermediate_size": 0}, r"intermediate_size=0 .* nearest is 1"),
         ({"num_groups": 3}, r"num_groups=3 must divide .*\(8\); the nearest is 2"),
         ({"num_groups": 8}, r"group_topk=1 must be from 2 to 8: .* nearest is 2"),
@@ -392,6 +415,13 @@ def test_construction_errors(mesh, changes, text):
 def test_expert_bias_is_asked_for_and_not_given():
     with pytest.raises(TypeError, match=r"expert_bias is 0\.5; it must be True, False or None"):
         make_layer(expert_bias=0.5)
+
+
+def test_axes_of_several_types_are_refused():
+    devices = np.array(jax.devices("cpu")[:8]).reshape(2, 4)
+    mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(ValueError, match=r"mesh has axes \('data', 'expert'\) of types .*; all must be of one type"):
+        make_layer(mesh)
 
 
 def test_call_errors():
