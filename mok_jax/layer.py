@@ -8,7 +8,7 @@ What :mod:`mok_jax.nnx` and :mod:`mok_jax.linen` share, and all that they do apa
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import flax.struct
@@ -374,15 +374,8 @@ def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.
             group_topk=settings.group_topk,
         )
 
-    mesh = settings.mesh
-    if mesh is None or mesh.size == 1:
-        return choose(logits, mask, expert_bias)
     # Said here: of a top_k over the batch, XLA's partitioner gathers everybody's scores on every device.
-    by_token = P(mesh.axis_names)
-    choose = jax.shard_map(choose, mesh=_with_auto_axes(mesh), in_specs=(by_token, by_token, P()), out_specs=by_token)
-    padding = (0, -logits.shape[0] % mesh.size)
-    routed = choose(jnp.pad(logits, (padding, (0, 0))), None if mask is None else jnp.pad(mask, padding), expert_bias)
-    return jax.tree.map(lambda a: a[: logits.shape[0]], routed)
+    return _over_tokens(settings.mesh, choose, (logits, mask), (expert_bias,), P())
 
 
 def _scaled(coefficient: float, loss: Callable[[], jax.Array]) -> jax.Array:
@@ -420,10 +413,9 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
     """The expert step: ``[N, H] -> [N, H]``, over the mesh if there is one."""
     if tokens.shape[0] == 0:
         return tokens
-    mesh = None if settings.mesh is None or settings.mesh.size == 1 else settings.mesh
     step: Callable[..., jax.Array] = functools.partial(
         mok_jax.moe,
-        axis_name=None if mesh is None else settings.expert_axis,
+        axis_name=None if _of_several(settings.mesh) is None else settings.expert_axis,
         activation=settings.activation,
         activation_limit=settings.activation_limit,
         config=settings.config or MoKConfig(),
@@ -434,23 +426,8 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
         # Rematerialised, so that weights with a row more are not kept from the forward to the backward.
         step = jax.checkpoint(functools.partial(_with_first_biases, step), policy=mok_jax.remat_policy)
         experts += [weights.wi_0_bias, weights.wi_1_bias]
-    if mesh is None:
-        return step(tokens, routed.expert_ids, routed.expert_weights, *experts)
-    by_token, by_expert = P(mesh.axis_names), P(settings.expert_axis)
-    step = jax.shard_map(
-        step,
-        mesh=_with_auto_axes(mesh),
-        in_specs=(by_token,) * 3 + (by_expert,) * len(experts),
-        out_specs=by_token,
-    )
-    padding = ((0, -tokens.shape[0] % mesh.size), (0, 0))
-    output = step(
-        jnp.pad(tokens, padding),
-        jnp.pad(routed.expert_ids, padding, constant_values=-1),
-        jnp.pad(routed.expert_weights, padding),
-        *experts,
-    )
-    return output[: tokens.shape[0]]
+    rows = tokens, routed.expert_ids, routed.expert_weights
+    return _over_tokens(settings.mesh, step, rows, experts, P(settings.expert_axis))
 
 
 def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, wi_0_bias, wi_1_bias) -> jax.Array:
@@ -488,13 +465,44 @@ def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
     return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
+def _over_tokens[T](
+    mesh: Mesh | None,
+    step: Callable[..., T],
+    rows: tuple[jax.Array | None, ...],
+    others: Sequence[jax.Array | None],
+    along: P,
+) -> T:
+    """``step(*rows, *others)`` of each device's share of ``rows [N, ...]``; ``others`` lie ``along`` axes of it."""
+    mesh = _of_several(mesh)
+    if mesh is None:
+        return step(*rows, *others)
+    by_token = P(mesh.axis_names)
+    in_specs = (by_token,) * len(rows) + (along,) * len(others)
+    step = jax.shard_map(step, mesh=_with_auto_axes(mesh), in_specs=in_specs, out_specs=by_token)
+    results = step(*jax.tree.map(functools.partial(_pad_tokens, mesh), rows), *others)
+    tokens = jax.tree.leaves(rows)[0].shape[0]
+    return jax.tree.map(lambda a: a[:tokens], results)
+
+
 def _over_all_axes(mesh: Mesh | None, rows: jax.Array) -> jax.Array:
-    """``rows [N, ...]``, padded with zeros to what the mesh can share, each device having its share of them."""
-    if mesh is None or mesh.size == 1:
+    """``rows [N, ...]``, padded to what the mesh can share, each device having its share of them."""
+    mesh = _of_several(mesh)
+    if mesh is None:
         return rows
     # Said here, padding included: of tokens that the mesh does not divide, XLA would compute some on every device.
-    rows = jnp.pad(rows, ((0, -rows.shape[0] % mesh.size), (0, 0)))
-    return jax.lax.with_sharding_constraint(rows, NamedSharding(_with_auto_axes(mesh), P(mesh.axis_names)))
+    by_token = NamedSharding(_with_auto_axes(mesh), P(mesh.axis_names))
+    return jax.lax.with_sharding_constraint(_pad_tokens(mesh, rows), by_token)
+
+
+def _pad_tokens(mesh: Mesh, rows: jax.Array) -> jax.Array:
+    """``rows [N, ...]`` with as many more as the mesh needs to share them evenly: zeros, or ids of no expert."""
+    padding = [(0, -rows.shape[0] % mesh.size)] + [(0, 0)] * (rows.ndim - 1)
+    return jnp.pad(rows, padding, constant_values=-1 if jnp.issubdtype(rows.dtype, jnp.integer) else 0)
+
+
+def _of_several(mesh: Mesh | None) -> Mesh | None:
+    """The mesh, or None where there is nothing to split."""
+    return None if mesh is None or mesh.size == 1 else mesh
 
 
 def _has_explicit_axes(mesh: Mesh) -> bool:

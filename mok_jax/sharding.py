@@ -152,7 +152,7 @@ def expert_groups[D](
     domain_size: int,
     allow_idle: bool,
     tensor_parallelism: int = 1,
-) -> list[Sequence[D]]:
+) -> list[list[D]]:
     """The rows of :func:`make_mesh`'s mesh, for anything that stands for devices; raises ValueError as it does.
 
     Example:

@@ -152,8 +152,8 @@ __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32
   give_back(previous);
 }
 
-// A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32), in one of two layouts. Keeps nothing
-// but the phase's parity.
+// A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32), in one of two layouts, or
+// whatever an epilogue keeps there for itself (backward.cu). Keeps nothing but the phase's parity.
 class Staging {
  public:
   __device__ __forceinline__ void acquire(TileMemory& m) { mbarrier_wait(&m.staging_empty[group()], parity_ ^ 1); }
