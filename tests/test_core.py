@@ -122,10 +122,10 @@ def ticket(direction, which, number, tiles, ring_blocks, minibatch_blocks, exper
 
 def test_tickets_beyond_32_bits():
     """Two experts of 2^30 rows each, more tiles than real widths have: a list is a function, so it costs nothing."""
-    tiles, blocks = [300, 200, 100, 200, 10], 2**23
+    tiles, blocks = [300, 200, 100, 200, 10, 4], 2**23
     task = ticket(FORWARD, COMPUTE, 0, tiles, 2 * blocks, 2 * blocks, [2**30 - 1, 2**30 - 1])
-    assert task["tasks"] == 2 * blocks * 500 + 1 > 2**32
-    last_down = ticket(FORWARD, COMPUTE, -2, tiles, 2 * blocks, 2 * blocks, [2**30 - 1, 2**30 - 1])
+    assert task["tasks"] == 2 * blocks * 500 > 2**32
+    last_down = ticket(FORWARD, COMPUTE, -1, tiles, 2 * blocks, 2 * blocks, [2**30 - 1, 2**30 - 1])
     expected = {"kind": "down", "block": 2 * blocks - 1, "expert": 1, "part": 199, "ring_row": 2**31 - ROW_BLOCK}
     assert {key: last_down[key] for key in expected} == expected
     # The first tile of the second expert's gate and up comes after all tiles of the first one's.
@@ -136,7 +136,7 @@ def test_tickets_beyond_32_bits():
 def test_ring_beyond_a_macrobatch():
     """Many macrobatches of a large ring: a block's place is its number modulo the ring's blocks."""
     ring_blocks, rows = 5 * 2**20, [2**31 - 2**24]
-    task = ticket(BACKWARD, COMMUNICATION, -1, [1] * 5, ring_blocks, 2**20, rows)
+    task = ticket(BACKWARD, COMMUNICATION, -2, [1] * 6, ring_blocks, 2**20, rows)  # the last one but reduce
     last = -(-rows[0] // ROW_BLOCK) - 1
     assert (task["kind"], task["block"]) == ("notify", last)
     assert task["macrobatch"] == last // ring_blocks == 3

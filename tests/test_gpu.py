@@ -18,13 +18,13 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = 1e-2
 # Widths that no tile divides, and published ones that are no multiples of 128: gpt-oss, and a small DeepSeek. A slot
-# wider than a stage of the reduce, and more slots a token than stages. Zero gradients of empty experts right behind the
+# of many pieces, and more slots a token than the reduce looks up at a time. Zero gradients of empty experts right behind the
 # few tiles of a busy one, which lend out the same memory.
 WIDTHS = (
     Case("2880", 300, 4, 8, 2880, 2880, uniform),
     Case("1408", 520, 3, 8, 2048, 1408, zipf),
     Case("narrow", 257, 2, 8, 8, 16, zipf),
-    Case("wider than a stage", 37, 3, 4, 12304, 24, uniform),
+    Case("many pieces", 37, 3, 4, 12304, 24, uniform),
     Case("56 experts a token", 41, 56, 64, 136, 72, uniform),
     Case("one busy expert, one chunk", 300, 1, 32, 256, 64, one_expert),
     Case("one busy expert", 300, 1, 32, 256, 256, one_expert),

@@ -59,7 +59,7 @@ def test_rack(device, direction, save, skew):
 @directions
 def test_model_shape(device, direction):
     """One rank of 16 experts and 4,096 tokens of a published model, in a ring of a third of its rows."""
-    tiles = [16, 28, 8, 28, 1344]
+    tiles = [16, 28, 8, 28, 1344, 4]
     ids = np.random.default_rng(0).integers(0, 16, 4096 * 8).tolist()
     check(device, direction, ([1, 1, 4096, 8, 16, 90, 17, tiles], ids))
 

@@ -26,7 +26,8 @@ def programs(draw, ranks, max_tokens):
     ep = draw(ranks)
     tokens, top_k, experts = draw(st.integers(1, max_tokens)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
     ring_blocks, minibatch_blocks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    tiles = draw(st.tuples(*[st.integers(1, 3)] * 5))
+    few, many = st.integers(1, 3), st.integers(1, 9)  # many: down and row_grad, which have groups of columns
+    tiles = draw(st.tuples(few, many, few, many, few, st.integers(1, 4)))
     ids = routing(draw(st.sampled_from(SKEWS)), draw(st.integers(0, 2**32 - 1)), ep * tokens * top_k, ep * experts)
     return [draw(st.sampled_from(SAVES)), ep, tokens, top_k, experts, ring_blocks, minibatch_blocks, tiles], ids
 
@@ -88,7 +89,7 @@ def test_many_ranks(direction, program, machine):
 @pytest.mark.parametrize("shared", (0, 1), ids=("dedicated", "shared"))
 def test_rack(direction, skew, shared):
     for save, ring_blocks in itertools.product(SAVES, (1, 2)):
-        shape = [save, RACK_SIZE, 4, 3, 2, ring_blocks, 1, [2, 2, 1, 2, 3]]
+        shape = [save, RACK_SIZE, 4, 3, 2, ring_blocks, 1, [2, 2, 1, 2, 3, 4]]
         check(direction, (shape, routing(skew, 1, RACK_SIZE * 12, RACK_SIZE * 2)), [shared, 1, 1, 5])
 
 
@@ -100,7 +101,7 @@ def test_cases_were_worth_it():
 
 
 def mutation_cases():
-    """Shapes, and ids of all ranks. At most 16 tokens, so that one reduce task reads every slot of its rank."""
+    """Shapes, and ids of all ranks. At most 4 tokens, so that one reduce task reads every slot of its rank."""
     rng = np.random.default_rng(0)
 
     def shuffled(*slots_per_expert):
@@ -108,17 +109,19 @@ def mutation_cases():
 
     # Five blocks of an expert, then more than a ring of four: the second one goes over a cut in the macrobatch in which
     # the first one ends.
-    yield [2, 16, 56, 2, 4, 2, [1, 1, 1, 1, 2]], shuffled(600, 900, 150, 142)
+    yield [2, 4, 224, 2, 4, 2, [1, 1, 1, 1, 2, 4]], shuffled(600, 900, 150, 142)
     # Experts of two blocks in a ring of three: every second macrobatch ends within an expert, the others between two.
-    yield [2, 16, 75, 6, 3, 2, [1, 1, 1, 1, 2]], shuffled(*[200] * 12)
+    yield [2, 4, 300, 6, 3, 2, [1, 1, 1, 1, 2, 4]], shuffled(*[200] * 12)
     # A continued expert whose blocks take the places of another's.
-    yield [2, 16, 32, 2, 4, 1, [1, 1, 2, 1, 2]], shuffled(200, 500, 200, 124)
+    yield [2, 4, 128, 2, 4, 1, [1, 1, 2, 1, 2, 4]], shuffled(200, 500, 200, 124)
     # A macrobatch a block, and one expert that goes through three of them.
-    yield [2, 16, 16, 2, 1, 1, [2, 2, 2, 2, 2]], shuffled(300, 0, 112, 100)
+    yield [2, 4, 64, 2, 1, 1, [2, 2, 2, 2, 2, 4]], shuffled(300, 0, 112, 100)
     # Everything fits.
-    yield [3, 15, 8, 2, 8, 2, [2, 3, 2, 3, 2]], shuffled(60, 60, 60, 60, 60, 60)
+    yield [3, 4, 30, 2, 8, 2, [2, 3, 2, 3, 2, 4]], shuffled(60, 60, 60, 60, 60, 60)
+    # All groups of columns, over two macrobatches.
+    yield [2, 4, 96, 2, 3, 1, [1, 9, 1, 9, 1, 4]], shuffled(300, 168, 200, 100)
     # More ranks.
-    yield [8, 8, 4, 1, 2, 1, [2, 1, 1, 2, 1]], shuffled(*[32] * 8)
+    yield [8, 4, 8, 1, 2, 1, [2, 1, 1, 2, 1, 4]], shuffled(*[32] * 8)
 
 
 @directions

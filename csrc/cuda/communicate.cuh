@@ -1,89 +1,77 @@
-// Communication tasks, run by one warp at a time: pull rows from their source ranks into the ring, and tell source
-// ranks how many of their rows have come back. The same code in communication warps and in communication CTAs, for one
-// GPU and for many.
+// Communication tasks, run by one warp at a time: pull rows from their source ranks into the ring, tell source ranks
+// how many of their rows have come back, and reduce those that the rank itself got back. The same code in communication
+// warps and in communication CTAs, for one GPU and for many.
 #pragma once
 
 #include "cuda/progress.cuh"
+#include "cuda/reduce.cuh"
 #include "moe/backward.h"
 #include "moe/forward.h"
 
 namespace mok::cuda {
 
-inline constexpr int32_t kPieceBytes = 3584;  // a quarter of a row of 7168 bf16
-inline constexpr int32_t kPieces = 4;         // in flight
-
 // Shared memory of one communication warp.
-struct PullBuffer {
-  alignas(128) uint8_t pieces[kPieces][kPieceBytes];
-  uint64_t full[kPieces];
+struct CommunicationBuffer {
+  Pieces::Memory pieces;
   Task task;
+  SlotBlock block;
   int32_t go_on;
 };
 
-// Rows pass through shared memory in pieces: one bulk load in, one bulk store out, kPieces - 1 loads ahead.
-class Puller {
- public:
-  __device__ explicit Puller(PullBuffer& buffer) : buffer_(buffer) {
-    if (lane_index() == 0) {
-      for (int32_t i = 0; i < kPieces; ++i) mbarrier_init(&buffer_.full[i], 1);
-      fence_mbarrier_init();
-    }
-    __syncwarp();
-  }
+// Goes through up to 32 rows piece by piece.
+struct RowCursor {
+  int32_t row = 0, offset = 0;  // in the row, bytes, of this lane's first vector
+  int32_t row_bytes;
 
-  // Copies `rows` rows of row_bytes; source(row) is the address at the source, called by every lane.
-  template <class Source>
-  __device__ void copy(int32_t rows, int32_t row_bytes, uint8_t* to, const Source& source) {
-    const int32_t lane = lane_index();
-    const uint64_t address = lane < rows ? reinterpret_cast<uint64_t>(source(lane)) : 0;
-    const int32_t per_row = (row_bytes + kPieceBytes - 1) / kPieceBytes, items = rows * per_row;
-    const auto load = [&](int32_t item) {
-      const int32_t row = item / per_row, offset = (item - row * per_row) * kPieceBytes;
-      const uint64_t from = __shfl_sync(0xffffffff, address, row) + offset;
-      if (lane == 0) {
-        const uint32_t bytes = smaller(kPieceBytes, row_bytes - offset);
-        const uint32_t slot = (next_ + item) % kPieces;
-        mbarrier_arrive_expect(&buffer_.full[slot], bytes);
-        bulk_load(buffer_.pieces[slot], reinterpret_cast<const void*>(from), bytes, &buffer_.full[slot]);
-      }
-    };
-    for (int32_t item = 0; item < smaller(items, kPieces - 1); ++item) load(item);
-    for (int32_t item = 0; item < items; ++item) {
-      if (lane == 0) {
-        const int32_t row = item / per_row, offset = (item - row * per_row) * kPieceBytes;
-        const uint32_t slot = (next_ + item) % kPieces;
-        mbarrier_wait(&buffer_.full[slot], (next_ + item) / kPieces % 2);
-        bulk_store(to + int64_t{row} * row_bytes + offset, buffer_.pieces[slot],
-                   smaller(kPieceBytes, row_bytes - offset));
-        bulk_commit();
-        bulk_wait_read<1>();  // the piece before this one has left its slot, which the next load takes
-      }
-      __syncwarp();
-      if (item + kPieces - 1 < items) load(item + kPieces - 1);
-    }
-    if (lane == 0) bulk_wait_all();
-    next_ += items;
+  __device__ __forceinline__ explicit RowCursor(int32_t row_bytes) : offset(lane_index() * 16), row_bytes(row_bytes) {}
+  __device__ __forceinline__ int32_t left() const { return row_bytes - offset; }
+  __device__ __forceinline__ void advance() {
+    offset += Pieces::kBytes;
+    if (offset - offset % Pieces::kBytes < row_bytes) return;  // alike in all lanes
+    offset %= Pieces::kBytes;
+    ++row;
   }
-
- private:
-  PullBuffer& buffer_;
-  uint32_t next_ = 0;  // pieces so far
 };
+
+// Copies `rows` rows of row_bytes; source(row) is the address at the source, called by every lane.
+template <class Source>
+__device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8_t* to, const Source& source,
+                                          Pieces& pieces) {
+  const uint64_t address = lane_index() < rows ? reinterpret_cast<uint64_t>(source(lane_index())) : 0;
+  RowCursor next(row_bytes);
+  const auto load = [&] {
+    const uint64_t from = __shfl_sync(0xffffffff, address, next.row % 32) + next.offset;
+    pieces.load(reinterpret_cast<const uint8_t*>(from), next.row < rows ? next.left() : 0);
+    next.advance();
+  };
+  for (int32_t i = 0; i < Pieces::kCount; ++i) load();
+  for (RowCursor at(row_bytes); at.row < rows; at.advance()) {
+    const uint32_t piece = pieces.wait();
+    uint8_t* place = to + int64_t{at.row} * row_bytes + at.offset;
+#pragma unroll
+    for (int32_t v = 0; v < Pieces::kVectors; ++v) {
+      const int32_t offset = v * Pieces::kVectorBytes;
+      if (offset < at.left()) *reinterpret_cast<uint4*>(place + offset) = load_shared(piece + offset);
+    }
+    load();
+  }
+}
 
 // Copies a pull task's rows from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since alone it
 // stages none. Padding rows become zero.
 __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                     const bf16* mine, int64_t source_offset, bf16* ring, Puller& puller) {
+                                     const bf16* mine, int64_t source_offset, bf16* ring, Pieces& pieces) {
   const int64_t h = rank.shape.hidden;
   const int32_t begin = t.part * static_cast<int32_t>(kPullRows);
   const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.block) - begin));
   const RowSource* table = rank.row_table + t.block * kRowBlock + begin;
   bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + begin) * h;
-  puller.copy(rows, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), [&](int32_t i) {
+  const auto source_of = [&](int32_t i) {
     const RowSource source = table[i];
     const bf16* from = source.rank == plan.rank ? mine : rank.in_arena<bf16>(source.rank, arena.at(source_offset));
     return from + source.slot / static_cast<int32_t>(rank.shape.top_k) * h;
-  });
+  };
+  copy_rows(rows, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), source_of, pieces);
   uint4* rest = reinterpret_cast<uint4*>(to + rows * h);
   for (int64_t i = lane_index(); i < (kPullRows - rows) * h / 8; i += 32) rest[i] = uint4{};
 }
@@ -103,15 +91,15 @@ __device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan,
 }
 
 __device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceArena& arena,
-                                         const Task& t, Puller& puller) {
-  pull(rank, plan, arena, t, rank.x, arena.layout.x, rank.rows, puller);
+                                         const Task& t, Pieces& pieces) {
+  pull(rank, plan, arena, t, rank.x, arena.layout.x, rank.rows, pieces);
 }
 __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceArena& arena,
-                                         const Task& t, Puller& puller) {
+                                         const Task& t, Pieces& pieces) {
   const bool grads = t.kind == TaskKind::pull_grads;
   if (grads) pull_weights(rank, plan, arena, t, rank.row_weights);
   pull(rank, plan, arena, t, grads ? rank.dy : rank.x, grads ? arena.layout.dy : arena.layout.x,
-       grads ? rank.grads : rank.rows, puller);
+       grads ? rank.grads : rank.rows, pieces);
 }
 
 __device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const TaskList& list, int64_t ticket,
@@ -136,19 +124,20 @@ __device__ __forceinline__ void notify_sources(const Rank& rank, const Plan& pla
     if (i > 0 && rows[i - 1].rank == source) continue;
     int32_t end = i + 1;
     while (end < count && rows[end].rank == source) ++end;
-    add_release_sys(&rank.arena_header(source).arrived, end - i);
+    add_release_sys(&rank.arena_header(source).arrived[t.part], end - i);
   }
 }
 
 // One communication worker: claims tasks of the communication list until it is done or the call has failed.
 template <class R>
-__device__ __forceinline__ void communicate(const R& rank, const Schedule& schedule, PullBuffer& buffer) {
+__device__ __forceinline__ void communicate(const R& rank, const Schedule& schedule, int64_t call,
+                                            CommunicationBuffer& buffer) {
   const Plan& plan = schedule.plan;
   const TaskList& list = schedule.communication;
   const DeviceArena arena(rank.shape);
   const CounterMap map(plan);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
-  Puller puller(buffer);
+  Pieces pieces(buffer.pieces);
   const int32_t lane = lane_index();
   while (true) {
     if (lane == 0) {
@@ -165,9 +154,11 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
     const Task& task = buffer.task;
     if (task.kind == TaskKind::notify) {
       notify_sources(rank, plan, task);
+    } else if (task.kind == TaskKind::reduce) {
+      run_reduce(rank, call, task, buffer.block, pieces);
     } else {
-      run_pull(rank, plan, arena, task, puller);
-      fence_proxy_async();  // both proxies' writes, before they are released
+      run_pull(rank, plan, arena, task, pieces);
+      fence_proxy_async();  // the products load the rows through the asynchronous proxy
       __syncwarp();
       if (lane == 0) signal(task, counters);
     }

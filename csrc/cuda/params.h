@@ -12,6 +12,8 @@ namespace mok::cuda {
 
 using bf16 = __nv_bfloat16;
 
+inline constexpr int32_t kTileColumns = 256;  // of a product's tile, on every architecture
+
 // What both directions have.
 struct Rank {
   Shape shape;

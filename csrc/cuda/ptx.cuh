@@ -111,6 +111,19 @@ __device__ __forceinline__ void bulk_wait_read() {
 // Until all of the thread's groups are complete: what they wrote may then be released to others.
 __device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// ---- Asynchronous copies of 16 bytes by each thread, past the L1 cache; of a source of 0 bytes come zeros, unread.
+
+__device__ __forceinline__ void async_copy_16(uint32_t shared, const void* global, int32_t source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(source_bytes)
+               : "memory");
+}
+__device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `pending` of the thread's latest groups have not arrived.
+template <int pending>
+__device__ __forceinline__ void async_copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 // ---- Fences between the generic and the asynchronous proxy.
 
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -128,6 +141,11 @@ __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* p) {
 __device__ __forceinline__ int64_t load_acquire_sys(const int64_t* p) {
   int64_t v;
   asm volatile("ld.acquire.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64_t load_relaxed_sys(const int64_t* p) {
+  int64_t v;
+  asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ int32_t load_relaxed_sys(const int32_t* p) {

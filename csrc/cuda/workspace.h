@@ -20,10 +20,10 @@ struct Failure {
 
 // At the begin of every rank's arena. Call numbers and counts only grow, over all calls.
 struct ArenaHeader {
-  int64_t call;                // calls that this rank has finished
-  int64_t cycles;              // of all CTAs of the layer kernel, in all calls
-  int64_t arrived;             // rows that have come back, in all calls; peers add to it
-  int64_t arrived_before;      // the same, when the rank's current call began
+  int64_t call;    // calls that this rank has finished
+  int64_t cycles;  // of all CTAs of the layer kernel, in all calls
+  // By group of columns: rows that have come back, in all calls, to which peers add; and when the current call began.
+  int64_t arrived[kColumnGroups], arrived_before[kColumnGroups];
   int64_t entered[kMaxRanks];  // by peer: the last call that it has begun
   Failure failure;             // sticky
 };
@@ -72,7 +72,7 @@ struct WorkspaceLayout {
     bytes = 0;
     take(sizeof(WorkspaceHeader));
     const int64_t pieces = max_macrobatches(s) + s.local_experts;
-    counters = take(4 * (kBlockFamilies * (max_rows(s) / kRowBlock) + kPieceFamilies * pieces + 1));
+    counters = take(4 * (kBlockFamilies * (max_rows(s) / kRowBlock) + kPieceFamilies * pieces + kColumnGroups));
     zeroed = bytes;
     schedule = take(sizeof(Schedule));
     expert_block = take(4 * (s.local_experts + 1));

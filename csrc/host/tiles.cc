@@ -8,6 +8,8 @@
 namespace mok::host {
 namespace {
 
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
 template <class T>
 void store(const float* from, int64_t n, T* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = from_float<T>(from[i]);
@@ -74,7 +76,7 @@ void Tiles<T>::run(const Task& task) {
     case TaskKind::weight_grad:
       return weight_grad(task);
     case TaskKind::reduce:
-      return backward_ ? reduce_grads(task) : reduce_outputs(task);
+      return reduce(task);
     case TaskKind::notify:
       return;  // its signals are all it does
   }
@@ -252,43 +254,36 @@ void Tiles<T>::weight_grad(const Task& t) {
   }
 }
 
-// y[t] = sum over k, ascending, of weight * slot; empty slots are skipped, bad tokens are NaN.
+// A group of columns of y[t] = sum over k, ascending, of weight * slot, or of dx[t] = sum of the slots, which have
+// their weights already; empty slots are skipped, bad tokens are NaN.
 template <class T>
-void Tiles<T>::reduce_outputs(const Task& t) {
+void Tiles<T>::reduce(const Task& t) {
   const int64_t h = shape_.hidden, k_count = shape_.top_k;
-  const T* slots = in_arena<T>(plan_.rank, layout_.slots);
+  const Range tiles = (backward_ ? row_grad_groups(plan_.tiles) : down_groups(plan_.tiles)).of(t.part);
+  const int64_t first = tiles.begin * kTileColumns, count = smaller(tiles.end * kTileColumns, h) - first;
+  const T* slots = in_arena<T>(plan_.rank, layout_.slots) + first;
   const float* weights = in_arena<float>(plan_.rank, layout_.weights);
-  std::vector<float> sum(h);
+  std::vector<float> sum(count);
   const int64_t begin = t.block * kReduceTokens, end = smaller(begin + kReduceTokens, shape_.tokens);
   for (int64_t token = begin; token < end; ++token) {
-    std::fill(sum.begin(), sum.end(), tokens_.bad[token] ? std::numeric_limits<float>::quiet_NaN() : 0.f);
+    std::fill(sum.begin(), sum.end(), tokens_.bad[token] ? kNaN : 0.f);
     for (int64_t slot = token * k_count; slot < (token + 1) * k_count; ++slot) {
       if (tokens_.clean[slot] < 0) continue;
-      for (int64_t i = 0; i < h; ++i) sum[i] += weights[slot] * to_float(slots[slot * h + i]);
+      const float weight = backward_ ? 1.f : weights[slot];
+      for (int64_t i = 0; i < count; ++i) sum[i] += weight * to_float(slots[slot * h + i]);
     }
-    store(sum.data(), h, buffers_.y + token * h);
+    store(sum.data(), count, buffers_.y + token * h + first);
   }
+  if (backward_ && t.part == 0) collect_router_grads(begin * k_count, end * k_count);
 }
 
-// dx[t] = sum over k, ascending, of the slots (the router weight is already in them); router gradients as they came.
+// As they came; of empty slots 0, of bad tokens NaN.
 template <class T>
-void Tiles<T>::reduce_grads(const Task& t) {
-  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-  const int64_t h = shape_.hidden, k_count = shape_.top_k;
-  const T* slots = in_arena<T>(plan_.rank, layout_.slots);
+void Tiles<T>::collect_router_grads(int64_t begin, int64_t end) {
   const float* router_grads = in_arena<float>(plan_.rank, layout_.weight_grads);
-  std::vector<float> sum(h);
-  const int64_t begin = t.block * kReduceTokens, end = smaller(begin + kReduceTokens, shape_.tokens);
-  for (int64_t token = begin; token < end; ++token) {
-    const bool bad = tokens_.bad[token];
-    std::fill(sum.begin(), sum.end(), bad ? kNaN : 0.f);
-    for (int64_t slot = token * k_count; slot < (token + 1) * k_count; ++slot) {
-      const bool empty = tokens_.clean[slot] < 0;
-      buffers_.weight_grads[slot] = bad ? kNaN : empty ? 0.f : router_grads[slot];
-      if (empty) continue;
-      for (int64_t i = 0; i < h; ++i) sum[i] += to_float(slots[slot * h + i]);
-    }
-    store(sum.data(), h, buffers_.y + token * h);
+  for (int64_t slot = begin; slot < end; ++slot) {
+    const bool bad = tokens_.bad[slot / shape_.top_k], empty = tokens_.clean[slot] < 0;
+    buffers_.weight_grads[slot] = bad ? kNaN : empty ? 0.f : router_grads[slot];
   }
 }
 

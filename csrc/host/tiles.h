@@ -19,8 +19,12 @@ inline constexpr int64_t kWeightGradRows = 128;
 inline TileCounts tile_counts(const Shape& s) {
   const auto tiles = [](int64_t n, int64_t width) { return static_cast<int32_t>(ceil_div(n, width)); };
   const int64_t h = s.hidden, i = s.intermediate;
-  return {tiles(i, kGateUpColumns), tiles(h, kTileColumns), tiles(i, kTileColumns), tiles(h, kTileColumns),
-          2 * tiles(h, kWeightGradRows) * tiles(i, kTileColumns) + tiles(i, kWeightGradRows) * tiles(h, kTileColumns)};
+  return {tiles(i, kGateUpColumns),
+          tiles(h, kTileColumns),
+          tiles(i, kTileColumns),
+          tiles(h, kTileColumns),
+          2 * tiles(h, kWeightGradRows) * tiles(i, kTileColumns) + tiles(i, kWeightGradRows) * tiles(h, kTileColumns),
+          kColumnGroups};
 }
 
 // What is left of one token that a rank must reduce.
@@ -72,8 +76,7 @@ class Tiles {
   void hidden_grad(const Task& t);
   void row_grad(const Task& t);
   void weight_grad(const Task& t);
-  void reduce_outputs(const Task& t);
-  void reduce_grads(const Task& t);
+  void reduce(const Task& t);
 
   struct Span {
     int64_t begin, count;
@@ -87,6 +90,7 @@ class Tiles {
   void pull(const Task& t, int64_t source_offset, T* ring);
   void push(const Task& t, int64_t rows, Span columns);
   void push_router_grads(const Task& t, int64_t rows);
+  void collect_router_grads(int64_t begin, int64_t end);
   template <class V>
   V* in_arena(int64_t rank, int64_t offset) const {
     return reinterpret_cast<V*>(buffers_.arenas[rank] + offset);

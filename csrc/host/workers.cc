@@ -91,7 +91,8 @@ void Workers::work(Queue& queue, uint64_t worker) {
 }
 
 int32_t Workers::value(int32_t counter) const {
-  return counter == map_.arrived() ? group_.arrived(plan_.rank) : counters_[counter].load();
+  const int32_t group = counter - map_.arrived(0);
+  return group < 0 ? counters_[counter].load() : group_.arrived(plan_.rank, group);
 }
 
 bool Workers::wait_for(const Task& task) {
@@ -120,7 +121,7 @@ void Workers::notify_sources(const Task& task) {
   const int32_t count = plan_.real_rows(task.block);
   for (int32_t begin = 0, end; begin < count; begin = end) {
     for (end = begin + 1; end < count && rows[end].rank == rows[begin].rank;) ++end;
-    group_.add_arrived(rows[begin].rank, end - begin);
+    group_.add_arrived(rows[begin].rank, task.part, end - begin);
   }
 }
 

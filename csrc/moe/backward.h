@@ -1,7 +1,7 @@
 // The backward algorithm. Per macrobatch, first to last: pull dy rows and x rows; recompute pre-activations where the
 // forward's are not kept (replay); hidden_grad tiles (dy wo^T, then back through SwiGLU, with the router gradient as a
 // row dot); row_grad tiles (dgate wi_0^T + dup wi_1^T) that push each row into its source's slot; weight gradients.
-// Then every rank reduces dx over its tokens' slots.
+// While those of the last macrobatch are computed, every rank reduces dx over its tokens' slots.
 #pragma once
 
 #include "moe/program.h"
@@ -22,11 +22,12 @@ MOK_FN void backward_communication(const Plan& p, TaskList& list) {
       list.add(TaskKind::pull_grads, m, rows, kPullsPerBlock);
     }
     if (pulls_rows_aside(p, m)) {  // after all dy
-      list.add(TaskKind::pull_rows, m, {p.macro_block[m], p.macro_block[m + 1]}, kPullsPerBlock);
+      list.add(TaskKind::pull_rows, m, macrobatch(p, m), kPullsPerBlock);
     }
   }
-  for (int32_t m = 0; m < p.macrobatches; ++m) {
-    list.add(TaskKind::notify, m, {p.macro_block[m], p.macro_block[m + 1]}, 1);
+  for (int32_t m = 0; m < p.macrobatches; ++m) list.add(TaskKind::notify, m, macrobatch(p, m), 1);
+  for (int32_t group = 0; group < row_grad_groups(p.tiles).count(); ++group) {
+    list.add_of_group(TaskKind::reduce, 0, {0, p.token_blocks}, group);
   }
 }
 
@@ -44,7 +45,6 @@ MOK_FN void backward_compute(const Plan& p, TaskList& list) {
     }
     list.add(TaskKind::weight_grad, m, {p.first_expert(m), p.end_expert(m)}, p.tiles.weight_grad);
   }
-  list.add(TaskKind::reduce, 0, {0, p.token_blocks}, 1);
 }
 
 // The last macrobatch up to m at whose begin an expert was continued, so that the scratch of the straddling expert was
@@ -107,14 +107,14 @@ MOK_FN void write_backward_task(const Plan& p, const TaskList& list, int64_t tic
       place(t, p, weights_outer(s, p, offset));
       t.wait_for(counters.of(Counter::grads_pulled, t.block), kPullsPerBlock);
       if (replays(p, t.macrobatch)) t.wait_for(counters.of(Counter::gate_up_done, t.block), p.tiles.gate_up);
-      if (before() >= 0) t.wait_for(counters.of(Counter::pushed, before()), p.tiles.row_grad);
+      if (before() >= 0) t.wait_for(counters.pushed(before(), 0), p.tiles.row_grad);
       t.signal(counters.of(Counter::hidden_grad_done, t.block));
       t.signal(counters.of(Counter::piece_hidden_grad, p.piece(t.macrobatch, t.expert)));
       break;
     case TaskKind::row_grad:
       place(t, p, weights_outer(s, p, offset));
       t.wait_for(counters.of(Counter::hidden_grad_done, t.block), p.tiles.hidden_grad);
-      t.signal(counters.of(Counter::pushed, t.block));
+      t.signal(counters.pushed(t.block, 0));
       break;
     case TaskKind::weight_grad: {
       const ItemPart at = item_outer(s, offset);
@@ -128,13 +128,13 @@ MOK_FN void write_backward_task(const Plan& p, const TaskList& list, int64_t tic
     }
     case TaskKind::notify:
       place(t, p, item_outer(s, offset));
-      t.wait_for(counters.of(Counter::pushed, t.block), p.tiles.row_grad);
+      t.wait_for(counters.pushed(t.block, 0), p.tiles.row_grad);
       // A source that has its rows back may leave the call, and x in its arena with it.
       if (pulls_rows_aside(p, t.macrobatch)) t.wait_for(counters.of(Counter::rows_pulled, t.block), kPullsPerBlock);
       break;
     default:  // reduce
       place(t, p, item_outer(s, offset));
-      t.wait_for(counters.arrived(), p.valid_slots);
+      t.wait_for(counters.arrived(0), p.valid_slots);
       break;
   }
 }

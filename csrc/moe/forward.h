@@ -1,5 +1,6 @@
 // The forward algorithm. Per macrobatch, last to first: pull rows (dispatch), gate and up tiles with SwiGLU, down tiles
-// that push each row into its source's slot (combine). Then every rank reduces its tokens over their slots.
+// that push each row into its source's slot (combine). Every rank reduces its tokens over their slots, one group of
+// columns after the other: the last macrobatch computes the down tiles of one while tokens are reduced over another.
 #pragma once
 
 #include "moe/program.h"
@@ -12,18 +13,21 @@ MOK_FN void forward_communication(const Plan& p, TaskList& list) {
     for (int32_t i = 0; i < minibatches(p, m); ++i)
       list.add(TaskKind::pull_rows, m, minibatch(p, m, i), kPullsPerBlock);
   }
-  for (int32_t m = p.macrobatches - 1; m >= 0; --m) {
-    list.add(TaskKind::notify, m, {p.macro_block[m], p.macro_block[m + 1]}, 1);
+  for (int32_t group = 0; group < down_groups(p.tiles).count(); ++group) {
+    for (int32_t m = p.macrobatches - 1; m >= 0; --m) list.add_of_group(TaskKind::notify, m, macrobatch(p, m), group);
+    list.add_of_group(TaskKind::reduce, 0, {0, p.token_blocks}, group);
   }
 }
 
 // A minibatch's down tiles come after the next one's gate and up tiles, so that they do not wait for tiles that other
 // workers have just begun; except where the ring is so small that the next one needs the place of their hidden rows.
+// Nothing needs the places of macrobatch 0: its later groups of columns come at the end.
 MOK_FN void forward_compute(const Plan& p, TaskList& list) {
   Range owed;
   int32_t owed_macrobatch = 0;
   const auto pay = [&] {
-    list.add(TaskKind::down, owed_macrobatch, owed, p.tiles.down);
+    list.add(TaskKind::down, owed_macrobatch, owed,
+             owed_macrobatch > 0 ? Range{0, p.tiles.down} : down_groups(p.tiles).of(0));
     owed = {};
   };
   for (int32_t m = p.macrobatches - 1; m >= 0; --m) {
@@ -37,7 +41,16 @@ MOK_FN void forward_compute(const Plan& p, TaskList& list) {
     }
   }
   pay();
-  list.add(TaskKind::reduce, 0, {0, p.token_blocks}, 1);
+  for (int32_t group = 1; group < down_groups(p.tiles).count(); ++group) {
+    list.add(TaskKind::down, 0, macrobatch(p, 0), down_groups(p.tiles).of(group));
+  }
+}
+
+// All groups' down tiles of a block.
+MOK_FN void wait_for_pushes(Task& t, const Plan& p, const CounterMap& counters, int32_t block) {
+  for (int32_t group = 0; group < kColumnGroups; ++group) {
+    t.wait_for(counters.pushed(block, group), down_groups(p.tiles).of(group).size());
+  }
 }
 
 // Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be
@@ -47,35 +60,32 @@ MOK_FN void write_forward_task(const Plan& p, const TaskList& list, int64_t tick
   const int64_t offset = ticket - s.first_ticket;
   const CounterMap counters(p);
   begin_task(t, s);
-  // Waits until the block that held this one's place in the ring has been consumed, if there was one.
-  const auto wait_for_place = [&](Counter consumed, int32_t tiles) {
-    const int32_t before = t.block + p.ring_blocks;
-    if (before < p.blocks()) t.wait_for(counters.of(consumed, before), tiles);
-  };
+  // The block that held this one's place in the ring, if there was one.
+  const auto before = [&] { return t.block + p.ring_blocks; };
   switch (s.kind) {
     case TaskKind::pull_rows:
       place(t, p, rotated(s, p, offset));
-      wait_for_place(Counter::gate_up_done, p.tiles.gate_up);
+      if (before() < p.blocks()) t.wait_for(counters.of(Counter::gate_up_done, before()), p.tiles.gate_up);
       t.signal(counters.of(Counter::rows_pulled, t.block));
       break;
     case TaskKind::gate_up:
       place(t, p, weights_outer(s, p, offset));
       t.wait_for(counters.of(Counter::rows_pulled, t.block), kPullsPerBlock);
-      wait_for_place(Counter::pushed, p.tiles.down);
+      if (before() < p.blocks()) wait_for_pushes(t, p, counters, before());
       t.signal(counters.of(Counter::gate_up_done, t.block));
       break;
     case TaskKind::down:
       place(t, p, weights_outer(s, p, offset));
       t.wait_for(counters.of(Counter::gate_up_done, t.block), p.tiles.gate_up);
-      t.signal(counters.of(Counter::pushed, t.block));
+      t.signal(counters.pushed(t.block, down_groups(p.tiles).holding(t.part)));
       break;
     case TaskKind::notify:
       place(t, p, item_outer(s, offset));
-      t.wait_for(counters.of(Counter::pushed, t.block), p.tiles.down);
+      t.wait_for(counters.pushed(t.block, t.part), down_groups(p.tiles).of(t.part).size());
       break;
     default:  // reduce
       place(t, p, item_outer(s, offset));
-      t.wait_for(counters.arrived(), p.valid_slots);
+      t.wait_for(counters.arrived(t.part), p.valid_slots);
       break;
   }
 }

@@ -7,6 +7,8 @@
 
 namespace mok {
 
+inline constexpr int32_t kColumnGroups = 4;
+
 // How many tiles each matrix product of a row block (of an expert, for weight_grad) is divided into. Chosen by the
 // executor from (H, I, precision, architecture) only, never from rows or ranks: tiles decide the order of sums.
 struct TileCounts {
@@ -15,6 +17,7 @@ struct TileCounts {
   int32_t hidden_grad;  // of [kRowBlock, I]: dy wo^T, and back through SwiGLU
   int32_t row_grad;     // of [kRowBlock, H]: dgate wi_0^T + dup wi_1^T
   int32_t weight_grad;  // of one expert's wi_0, wi_1 and wo together
+  int32_t down_groups;  // of columns, at most kColumnGroups: in how many steps the forward finishes y (see program.h)
 };
 
 struct Plan {

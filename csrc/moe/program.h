@@ -9,22 +9,48 @@
 
 namespace mok {
 
+struct Range {
+  int32_t begin = 0, end = 0;
+  MOK_FN int32_t size() const { return end - begin; }
+  MOK_FN bool overlaps(int32_t other_begin, int32_t other_end) const { return begin < other_end && other_begin < end; }
+};
+
+// The tiles that a product of columns is divided into come in groups, each half of what the groups before it have left.
+struct ColumnGroups {
+  int32_t tiles, most;
+
+  MOK_FN Range of(int32_t group) const {
+    const int32_t left = group < most ? tiles >> group : 0, later = group + 1 < most ? tiles >> (group + 1) : 0;
+    return {tiles - left, tiles - later};
+  }
+  MOK_FN int32_t holding(int32_t tile) const {
+    int32_t group = 0;
+    while (tile >= of(group).end) ++group;
+    return group;
+  }
+  MOK_FN int32_t count() const { return holding(tiles - 1) + 1; }  // where tiles are few, the last ones are empty
+};
+// Of y: while the down tiles of one group are computed, tokens are reduced over the columns of the one before.
+MOK_FN ColumnGroups down_groups(const TileCounts& tiles) { return {tiles.down, tiles.down_groups}; }
+// Of dx: one reduce task takes the columns of one.
+MOK_FN ColumnGroups row_grad_groups(const TileCounts& tiles) { return {tiles.row_grad, kColumnGroups}; }
+
 // Families of counters. Those of a row block or of a piece are written by this rank alone; `arrived` by every rank.
 enum class Counter : int32_t {
   rows_pulled,        // of a block: pull tasks that have put its rows into the ring
   grads_pulled,       // of a block: likewise dy, and the router weights
   gate_up_done,       // of a block: tiles
   hidden_grad_done,   // of a block: tiles
-  pushed,             // of a block: tiles of down (forward) or row_grad (backward), their rows pushed to the sources
+  pushed,             // of a block and a group: tiles of down, or of row_grad (one group), their rows at the sources
   piece_rows_pulled,  // of a piece: pull tasks
   piece_hidden_grad,  // of a piece: tiles
   piece_weight_grad,  // of a piece: tiles
-  arrived,            // of the rank: its slots that have come back, counted in rows
+  arrived,            // of a group of the rank: its slots that have come back, counted in rows
 };
 inline constexpr const char* kCounterNames[] = {
     "rows_pulled",       "grads_pulled",      "gate_up_done",      "hidden_grad_done", "pushed",
     "piece_rows_pulled", "piece_hidden_grad", "piece_weight_grad", "arrived"};
-inline constexpr int32_t kBlockFamilies = 5;
+inline constexpr int32_t kBlockFamilies = 4 + kColumnGroups;  // pushed counts as one for each group
 inline constexpr int32_t kPieceFamilies = 3;
 
 // Where each counter lives in one flat array of a rank.
@@ -32,13 +58,14 @@ struct CounterMap {
   int32_t blocks, pieces;
 
   MOK_FN explicit CounterMap(const Plan& p) : blocks(p.blocks()), pieces(p.pieces()) {}
-  MOK_FN int32_t size() const { return kBlockFamilies * blocks + kPieceFamilies * pieces + 1; }
+  MOK_FN int32_t size() const { return arrived(kColumnGroups); }
   MOK_FN int32_t of(Counter family, int32_t index = 0) const {
-    const int32_t f = static_cast<int32_t>(family);
-    if (f < kBlockFamilies) return f * blocks + index;
-    return kBlockFamilies * blocks + (f - kBlockFamilies) * pieces + index;
+    const int32_t f = static_cast<int32_t>(family), first_of_pieces = static_cast<int32_t>(Counter::pushed) + 1;
+    if (f < first_of_pieces) return f * blocks + index;
+    return kBlockFamilies * blocks + (f - first_of_pieces) * pieces + index;
   }
-  MOK_FN int32_t arrived() const { return size() - 1; }
+  MOK_FN int32_t pushed(int32_t block, int32_t group) const { return of(Counter::pushed, group * blocks + block); }
+  MOK_FN int32_t arrived(int32_t group) const { return of(Counter::arrived, group); }
 };
 
 enum class Direction : int32_t { forward, backward };
@@ -68,9 +95,9 @@ struct Task {
   int32_t block;   // row block; the piece's first one for weight_grad; token block for reduce
   int32_t blocks;  // row blocks that it covers
   int32_t expert;  // local; -1 for reduce
-  int32_t part;    // which tile or pull of the block or piece
+  int32_t part;    // which tile or pull of the block or piece; which group of columns for notify and reduce
   int32_t wait_count, signal_count;
-  Wait waits[3];
+  Wait waits[1 + kColumnGroups];
   int32_t signals[2];  // each grows by 1. notify instead adds the block's rows to `arrived` of their source ranks
 
   MOK_FN void wait_for(int32_t counter, int32_t target) {
@@ -79,12 +106,13 @@ struct Task {
   MOK_FN void signal(int32_t counter) { signals[signal_count++] = counter; }
 };
 
-// Consecutive tasks of one kind: for items [begin, end), row blocks or whatever the kind counts, `parts` tasks each.
+// Consecutive tasks of one kind: for items [begin, end), row blocks or whatever the kind counts, `parts` tasks each,
+// from first_part on.
 struct Segment {
   TaskKind kind;
   int32_t macrobatch;
   int32_t begin, end;
-  int32_t parts;
+  int32_t first_part, parts;
   int64_t first_ticket;
 
   MOK_FN int64_t tasks() const { return int64_t{end - begin} * parts; }
@@ -108,11 +136,11 @@ struct ItemPart {
 MOK_FN ItemPart rotated(const Segment& s, const Plan& p, int64_t offset) {
   const int64_t start = s.tasks() * p.rank / p.ranks;
   const int64_t turned = (offset + start) % s.tasks();
-  return {s.begin + static_cast<int32_t>(turned / s.parts), static_cast<int32_t>(turned % s.parts)};
+  return {s.begin + static_cast<int32_t>(turned / s.parts), s.first_part + static_cast<int32_t>(turned % s.parts)};
 }
 
 MOK_FN ItemPart item_outer(const Segment& s, int64_t offset) {
-  return {s.begin + static_cast<int32_t>(offset / s.parts), static_cast<int32_t>(offset % s.parts)};
+  return {s.begin + static_cast<int32_t>(offset / s.parts), s.first_part + static_cast<int32_t>(offset % s.parts)};
 }
 
 // Column tile outer, row block inner, one expert after the other: a tile of weights serves all blocks of its expert.
@@ -121,7 +149,7 @@ MOK_FN ItemPart weights_outer(const Segment& s, const Plan& p, int64_t offset) {
   const int32_t begin = larger(s.begin, p.expert_block[e]);
   const int32_t count = smaller(s.end, p.expert_block[e + 1]) - begin;
   const int64_t rest = offset - int64_t{begin - s.begin} * s.parts;
-  return {begin + static_cast<int32_t>(rest % count), static_cast<int32_t>(rest / count)};
+  return {begin + static_cast<int32_t>(rest % count), s.first_part + static_cast<int32_t>(rest / count)};
 }
 
 MOK_FN void place(Task& t, const Plan& p, ItemPart at) {
@@ -130,14 +158,11 @@ MOK_FN void place(Task& t, const Plan& p, ItemPart at) {
   if (t.kind != TaskKind::reduce) t.expert = p.expert_of(at.item);
 }
 
-// Minibatches of a macrobatch, as [begin, end) row blocks.
-struct Range {
-  int32_t begin = 0, end = 0;
-  MOK_FN bool overlaps(int32_t other_begin, int32_t other_end) const { return begin < other_end && other_begin < end; }
-};
+// Minibatches of a macrobatch, as row blocks.
 MOK_FN int32_t minibatches(const Plan& p, int32_t m) {
   return static_cast<int32_t>(ceil_div(p.macro_block[m + 1] - p.macro_block[m], p.minibatch_blocks));
 }
+MOK_FN Range macrobatch(const Plan& p, int32_t m) { return {p.macro_block[m], p.macro_block[m + 1]}; }
 MOK_FN Range minibatch(const Plan& p, int32_t m, int32_t index) {
   const int32_t begin = p.macro_block[m] + index * p.minibatch_blocks;
   return {begin, smaller(begin + p.minibatch_blocks, p.macro_block[m + 1])};
@@ -149,10 +174,15 @@ struct TaskList {
   int32_t count = 0;
   int64_t tasks = 0;
 
-  MOK_FN void add(TaskKind kind, int32_t m, Range items, int32_t parts) {
-    if (items.begin >= items.end || parts <= 0) return;
-    segments[count] = {kind, m, items.begin, items.end, parts, tasks};
+  MOK_FN void add(TaskKind kind, int32_t m, Range items, Range parts) {
+    if (items.size() <= 0 || parts.size() <= 0) return;
+    segments[count] = {kind, m, items.begin, items.end, parts.begin, parts.size(), tasks};
     tasks += segments[count++].tasks();
+  }
+  MOK_FN void add(TaskKind kind, int32_t m, Range items, int32_t parts) { add(kind, m, items, Range{0, parts}); }
+  // One task for each item, its part the group.
+  MOK_FN void add_of_group(TaskKind kind, int32_t m, Range items, int32_t group) {
+    add(kind, m, items, Range{group, group + 1});
   }
   MOK_FN const Segment& segment_of(int64_t ticket) const {
     int32_t low = 0, high = count;
@@ -164,10 +194,10 @@ struct TaskList {
   }
 };
 
-// Segments that any list of a direction can have: at most four a minibatch, one a macrobatch, one more.
+// Segments that any list of a direction can have: at most four a minibatch, one a macrobatch and group, one a group.
 MOK_FN int64_t max_segments(const Shape& s) {
   const int64_t macrobatches = max_macrobatches(s);
-  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + macrobatches + 1;
+  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + kColumnGroups * (macrobatches + 1);
 }
 
 }  // namespace mok

@@ -6,9 +6,9 @@
 
 namespace mok {
 
-inline constexpr int64_t kRowBlock = 128;     // rows of one expert are padded to, counted and computed in such blocks
-inline constexpr int64_t kPullRows = 8;       // rows that one pull task fetches
-inline constexpr int64_t kReduceTokens = 16;  // tokens that one reduce task finishes
+inline constexpr int64_t kRowBlock = 128;    // rows of one expert are padded to, counted and computed in such blocks
+inline constexpr int64_t kPullRows = 8;      // rows that one pull task fetches
+inline constexpr int64_t kReduceTokens = 8;  // tokens that one reduce task finishes
 inline constexpr int32_t kPullsPerBlock = kRowBlock / kPullRows;
 
 // What the forward keeps of macrobatch 0 for the backward.

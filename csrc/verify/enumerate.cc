@@ -68,7 +68,7 @@ Node JointProgram::make_node(int32_t rank, const Task& task) const {
   const RankPlan& r = *ranks_[rank];
   for (int32_t i = 0; i < r.plan.real_rows(task.block); ++i) {
     const int32_t source = r.rows[task.block * kRowBlock + i].rank;
-    const int32_t arrived = first_counter_[source] + CounterMap(ranks_[source]->plan).arrived();
+    const int32_t arrived = first_counter_[source] + CounterMap(ranks_[source]->plan).arrived(task.part);
     if (node.signals.empty() || node.signals.back().counter != arrived) node.signals.push_back({arrived, 0});
     ++node.signals.back().amount;
   }
@@ -106,7 +106,8 @@ int64_t JointProgram::expected_tasks(const RankPlan& r) const {
   const TileCounts& tiles = p.tiles;
   const int64_t blocks = p.blocks(), saved = p.macro_block[1];
   if (case_.direction == Direction::forward) {
-    return blocks * (kPullsPerBlock + tiles.gate_up + tiles.down + 1) + p.token_blocks;
+    const int64_t groups = down_groups(tiles).count();
+    return blocks * (kPullsPerBlock + tiles.gate_up + tiles.down + groups) + p.token_blocks * groups;
   }
   const int64_t replayed = p.save == Save::nothing ? blocks : blocks - saved;
   const int64_t pulled = p.save == Save::pre_activations_and_rows ? blocks - saved : blocks;
@@ -115,7 +116,7 @@ int64_t JointProgram::expected_tasks(const RankPlan& r) const {
     pieces += std::ranges::find(r.expert_block, p.macro_block[m]) == r.expert_block.end();
   }
   return blocks * (kPullsPerBlock + tiles.hidden_grad + tiles.row_grad + 1) + pulled * kPullsPerBlock +
-         replayed * tiles.gate_up + pieces * tiles.weight_grad + p.token_blocks;
+         replayed * tiles.gate_up + pieces * tiles.weight_grad + p.token_blocks * row_grad_groups(tiles).count();
 }
 
 std::string JointProgram::find_wrong_task() const {

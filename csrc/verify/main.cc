@@ -1,6 +1,7 @@
 // Answers questions about csrc/moe over a pipe, for tests in Python: one question a line, words apart by spaces, and
 // one line of JSON back. Shapes are `ranks tokens top_k local_experts ring_blocks minibatch_blocks`; tiles are `gate_up
-// down hidden_grad row_grad weight_grad`; a direction is 0 forward, 1 backward; ids are of all ranks in turn.
+// down hidden_grad row_grad weight_grad down_groups`; a direction is 0 forward, 1 backward; ids are of all ranks in
+// turn.
 //
 //   enumerate direction save SHAPE TILES shared communication_workers compute_workers seed IDS
 //   mutate    direction save SHAPE TILES IDS
@@ -43,7 +44,8 @@ Shape read_shape(std::istream& in) {
 
 TileCounts read_tiles(std::istream& in) {
   TileCounts tiles{};
-  for (int32_t* count : {&tiles.gate_up, &tiles.down, &tiles.hidden_grad, &tiles.row_grad, &tiles.weight_grad}) {
+  for (int32_t* count :
+       {&tiles.gate_up, &tiles.down, &tiles.hidden_grad, &tiles.row_grad, &tiles.weight_grad, &tiles.down_groups}) {
     *count = next_int(in);
   }
   return tiles;
@@ -170,7 +172,8 @@ std::string ticket(std::istream& in) {
   p.expert_rows = expert_rows.data();
   p.expert_block = expert_block.data();
   p.macro_block = cuts.data();
-  std::vector<Segment> segments(5 * (p.blocks() / p.minibatch_blocks + p.macrobatches) + 1);
+  std::vector<Segment> segments(5 * (p.blocks() / p.minibatch_blocks + p.macrobatches) +
+                                kColumnGroups * (p.macrobatches + 1));
   TaskList list{segments.data()};
   const auto fill = forward ? (communication ? forward_communication : forward_compute)
                             : (communication ? backward_communication : backward_compute);

@@ -112,10 +112,11 @@ Accesses::Area Accesses::area_of(Storage storage, const RankPlan& r) const {
       return area(1, tiles.weight_grad);
     case Storage::expert_grads:
       return area(r.shape.local_experts, tiles.weight_grad);
-    case Storage::output:
     case Storage::x:
     case Storage::dy:
       return area(r.shape.tokens, 1);
+    case Storage::output:
+      return area(r.shape.tokens, forward ? tiles.down : tiles.row_grad);
     case Storage::weights:
     case Storage::router_grads:
       return area(r.shape.slots(), 1);

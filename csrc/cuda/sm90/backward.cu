@@ -1,6 +1,6 @@
 // The backward megakernel on Hopper. hidden_grad: dy wo^T, then back through SwiGLU on pre-activations that pass
 // through the ring of stages; row_grad: one accumulation over gate and up, its rows straight to their slots;
-// weight_grad: a tile of one expert's gradient, summed over its rows in order; and the reduce.
+// weight_grad: a tile of one expert's gradient, summed over its rows in order.
 #include "cuda/sm90/gate_up.cuh"
 
 namespace mok::cuda::sm90 {
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock);
 constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: gate, up, or the weighted hidden
-static_assert(3 * kPartBytes == kStepBytes);
+static_assert(3 * kPartBytes == kStageBytes);
 constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
@@ -31,7 +31,6 @@ struct Backward {
   using Rank = BackwardRank;
 
   __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
-    t.stages = 0;
     if (t.kind == TaskKind::weight_grad) {
       // All rows of a piece but the padding of its last block beyond a whole step.
       const int64_t whole = int64_t{t.blocks - 1} * kBlockRows;
@@ -43,14 +42,11 @@ struct Backward {
     t.real_rows = plan.real_rows(t.block);
     t.steps = steps_of(t.kind == TaskKind::row_grad ? rank.shape.intermediate : rank.shape.hidden);
     if (t.kind == TaskKind::row_grad) t.steps *= 2;
-    if (t.kind == TaskKind::hidden_grad) t.stages = chunks(rank, t) * kStagesOfStep;
+    if (t.kind == TaskKind::hidden_grad) {  // chunks that have columns
+      const int64_t columns = smaller<int64_t>(kTileColumns, rank.shape.intermediate - t.part * kTileColumns);
+      t.chunks = static_cast<int32_t>(ceil_div(columns, kChunkColumns));
+    }
   }
-  // Chunks of a hidden_grad tile that have columns.
-  __device__ static __forceinline__ int32_t chunks(const Rank& rank, const Task& t) {
-    const int64_t columns = smaller<int64_t>(kTileColumns, rank.shape.intermediate - t.part * kTileColumns);
-    return static_cast<int32_t>(ceil_div(columns, kChunkColumns));
-  }
-  __device__ static __forceinline__ int32_t chunks(const QueuedTask& t) { return t.stages / kStagesOfStep - t.steps; }
 
   // ---- Loads.
 
@@ -71,10 +67,10 @@ struct Backward {
   template <class Left>
   __device__ static __forceinline__ void load_dgrad_step(Shared& s, Stages& stages, const CUtensorMap* right, int32_t k,
                                                          int32_t column, int32_t expert, const Left& load_left) {
-    uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
+    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
     load_left(stage, stages.full(s.tiles));
     tensor_load_3d(stage + kRight, right, k, column, expert, stages.full(s.tiles));
-    stages.advance<kStagesOfStep>();
+    stages.advance();
   }
 
   __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const QueuedTask& t,
@@ -88,10 +84,10 @@ struct Backward {
     const bool saved = t.macrobatch == 0 && rank.save != Save::nothing;
     const bf16* chunk = pre_activation_tile(saved ? rank.saved_pre_activations : rank.pre_activations, rank, t.ring_row,
                                             t.part * (kTileColumns / kGateUpColumns));
-    for (int32_t i = 0; i < chunks(t); ++i, chunk += kChunkElements) {
-      uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kChunkElements * 2);
+    for (int32_t i = 0; i < t.chunks; ++i, chunk += kChunkElements) {
+      uint8_t* stage = stages.acquire(s.tiles, kChunkElements * 2);
       bulk_load(stage, chunk, kChunkElements * 2, stages.full(s.tiles));
-      stages.advance<kStagesOfStep>();
+      stages.advance();
     }
   }
 
@@ -118,7 +114,7 @@ struct Backward {
     int32_t row = t.ring_row;
     for (int32_t step = 0; step < count; ++step, row += kStepDepth) {
       if (row == ring_rows) row = 0;
-      uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
+      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
       uint64_t* full = stages.full(s.tiles);
 #pragma unroll
       for (int32_t i = 0; i < 2; ++i)
@@ -133,13 +129,14 @@ struct Backward {
           tensor_load_3d(to, &rank.gate_up_grads_64, column, tile.matrix, row, full);
         }
       }
-      stages.advance<kStagesOfStep>();
+      stages.advance();
     }
   }
 
   // ---- Math.
 
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
+    if (t.kind != TaskKind::weight_grad && !math.has_rows(t)) return pass(s, t, math);
     Accumulators acc;
     switch (t.kind) {
       case TaskKind::gate_up:
@@ -153,12 +150,14 @@ struct Backward {
       case TaskKind::row_grad:
         math.multiply<Layout::activations_weights_k>(acc, s, t.steps);
         return math.stage_rows(acc, s);
-      case TaskKind::weight_grad:
-        return compute_weight_grad(acc, rank, s, t, math);
       default:
-        reduce_tokens<false>(rank, s.call, t.block, s.tiles, math.stages);
-        return collect_router_grads(rank, s.call, t.block, thread_index(), kMathWarps * 32);
+        return compute_weight_grad(acc, rank, s, t, math);
     }
+  }
+  __device__ static __forceinline__ void pass(Shared& s, const QueuedTask& t, Math& math) {
+    math.pass_steps(s, t.steps);
+    for (int32_t i = 0; i < t.chunks; ++i) math.pass_stage(s, math.stages.chunk_full(s.tiles));
+    if (t.kind != TaskKind::hidden_grad) math.stage_nothing(s);
   }
 
   // A row's router weight, and the running dot of its gradient dy . (hidden wo) = (dy wo^T) . hidden.
@@ -234,7 +233,7 @@ struct Backward {
     Row rows[2];
     find_rows(rank, t, rows);
     const float limit = rank.activation_limit;
-    const int32_t count = chunks(t);
+    const int32_t count = t.chunks;
     math.staging.acquire(s.tiles);
     // Two chunks from half of the accumulators.
     const auto half = [&](const float* acc, int32_t begin) {
@@ -251,7 +250,7 @@ struct Backward {
         fence_proxy_async_shared();
         __syncwarp();
         if (arrives()) mbarrier_arrive(math.stages.chunk_full(s.tiles));
-        math.stages.advance<kStagesOfStep>();
+        math.stages.advance();
       }
     };
     half(acc, 0);
@@ -405,14 +404,10 @@ struct Backward {
   // One lane stores each chunk's three parts and gives its stages back for the math warps.
   __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const QueuedTask& t,
                                                       StoreSide& side) {
-    const auto give_back = [&](int32_t slot) {
-#pragma unroll
-      for (int32_t i = 0; i < kStagesOfStep; ++i)
-        mbarrier_arrive(&s.tiles.stage_empty[slot + i], kMathWarps * kArrivals);
-    };
+    const auto give_back = [&](int32_t slot) { mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps * kArrivals); };
     int32_t previous = -1;  // given back when the next one's store is under way
-    for (int32_t chunk = 0; chunk < chunks(t); ++chunk) {
-      const int32_t slot = side.wait_chunk(s.tiles, (t.steps + chunk) * kStagesOfStep);
+    for (int32_t chunk = 0; chunk < t.chunks; ++chunk) {
+      const int32_t slot = side.wait_chunk(s.tiles, t.steps + chunk);
       const uint8_t* stage = s.tiles.stages[slot];
       const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
       tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, t.ring_row);

@@ -1,5 +1,5 @@
-// The forward megakernel on Hopper: gate and up tiles with SwiGLU, down tiles whose rows go straight to their slots,
-// and the reduce.
+// The forward megakernel on Hopper: gate and up tiles with SwiGLU, and down tiles whose rows go straight to their
+// slots.
 #include "cuda/sm90/gate_up.cuh"
 
 namespace mok::cuda::sm90 {
@@ -10,7 +10,6 @@ struct Forward {
 
   __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
     t.steps = steps_of(t.kind == TaskKind::gate_up ? rank.shape.hidden : rank.shape.intermediate);
-    t.stages = 0;
     t.real_rows = plan.real_rows(t.block);
   }
 
@@ -22,7 +21,7 @@ struct Forward {
     const int32_t count = t.steps, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
       const int32_t k = step * kStepDepth;
-      uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
+      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
       uint64_t* full = stages.full(s.tiles);
       tensor_load_2d(stage, &rank.hidden_128, k, row, full);
 #pragma unroll
@@ -30,7 +29,7 @@ struct Forward {
         uint8_t* right = stage + kRight + i * kBoxBytes;
         tensor_load_3d(right, &rank.wo_64, column + i * kBoxColumns, k, expert, full);
       }
-      stages.advance<kStagesOfStep>();
+      stages.advance();
     }
   }
 
@@ -53,7 +52,10 @@ struct Forward {
   }
 
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
-    if (t.kind == TaskKind::reduce) return reduce_tokens<true>(rank, s.call, t.block, s.tiles, math.stages);
+    if (!math.has_rows(t)) {
+      math.pass_steps(s, t.steps);
+      return math.stage_nothing(s);
+    }
     Accumulators acc;
     math.multiply<Layout::activations_weights>(acc, s, t.steps);
     if (t.kind == TaskKind::down) return math.stage_rows(acc, s);
@@ -69,7 +71,7 @@ struct Forward {
     if (t.kind == TaskKind::down) return push_rows(rank, arena, t, s, side);
     for (int32_t group = 0; group < 2; ++group) {
       const uint8_t* staged = side.acquire(s.tiles, group);
-      if (lane_index() < kGateUpColumns / kBoxColumns) {
+      if (lane_index() < kGateUpColumns / kBoxColumns && group * kGroupRows < t.real_rows) {
         const int32_t column = t.part * kGateUpColumns + lane_index() * kBoxColumns;
         tensor_store_2d(&rank.hidden_64, staged + lane_index() * kStagingBox, column, t.ring_row + group * kGroupRows);
       }
@@ -94,8 +96,15 @@ int32_t threads() { return kThreads; }
 TileCounts tile_counts(const Shape& s) {
   const auto tiles = [](int64_t n, int64_t width) { return static_cast<int32_t>(ceil_div(n, width)); };
   const int64_t h = s.hidden, i = s.intermediate;
-  return {tiles(i, kGateUpColumns), tiles(h, kTileColumns), tiles(i, kTileColumns), tiles(h, kTileColumns),
-          2 * tiles(h, kRowBlock) * tiles(i, kTileColumns) + tiles(i, kRowBlock) * tiles(h, kTileColumns)};
+  // With less depth the down tiles of a group are done before tokens are reduced over the one before; then groups only
+  // cost the cache's locality.
+  const int32_t groups = i >= 2048 ? kColumnGroups : 1;
+  return {tiles(i, kGateUpColumns),
+          tiles(h, kTileColumns),
+          tiles(i, kTileColumns),
+          tiles(h, kTileColumns),
+          2 * tiles(h, kRowBlock) * tiles(i, kTileColumns) + tiles(i, kRowBlock) * tiles(h, kTileColumns),
+          groups};
 }
 
 }  // namespace mok::cuda::sm90

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const Que
   const int32_t steps = t.steps, row = t.ring_row, column = t.part * kGateUpColumns, expert = t.expert;
   for (int32_t step = 0; step < steps; ++step) {
     const int32_t k = step * kStepDepth;
-    uint8_t* stage = stages.acquire<kStagesOfStep>(s.tiles, kStepBytes);
+    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
     uint64_t* full = stages.full(s.tiles);
     tensor_load_2d(stage, &rank.rows_128, k, row, full);
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const Que
       tensor_load_3d(right, &rank.wi_0_64, column + i * kBoxColumns, k, expert, full);
       tensor_load_3d(right + 2 * kBoxBytes, &rank.wi_1_64, column + i * kBoxColumns, k, expert, full);
     }
-    stages.advance<kStagesOfStep>();
+    stages.advance();
   }
 }
 

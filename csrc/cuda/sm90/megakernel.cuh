@@ -1,9 +1,9 @@
 // The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a scheduler warp claims compute tasks
 // and waits for what they need; a producer warp loads their tiles for two math warpgroups; a store warp stores or
-// pushes what these have staged; a communication warp pulls rows. CTAs take their roles in the order in which they
-// arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
+// pushes what these have staged; a communication warp pulls rows and reduces tokens. CTAs take their roles in the order
+// in which they arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
-//   look_up(rank, plan, task)          fills in what a QueuedTask knows; of stages only those besides its steps'
+//   look_up(rank, plan, task)          fills in what a QueuedTask knows
 //   load(rank, s, task, stages)        loads the stages; by one lane
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, arena, task, side)  by the store warp
@@ -12,7 +12,7 @@
 
 #include "cuda/communicate.cuh"
 #include "cuda/kernels.h"
-#include "cuda/sm90/reduce.cuh"
+#include "cuda/sm90/tile.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -26,36 +26,31 @@ inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
 struct QueuedTask : Task {
   int32_t ring_row;     // of its (first) block
   int32_t real_rows;    // of its block; not of a piece (weight_grad)
-  int32_t steps;        // of its product
-  int32_t stages;       // that the producer loads
+  int32_t steps;        // of its product; a stage each
+  int32_t chunks;       // stages after them, for its epilogue
   bool begun, goes_on;  // weight_grad: an earlier macrobatch has begun the expert; a later one has more of it
 };
 
 struct Shared {
   TileMemory tiles;  // first: stages need the strongest alignment
-  PullBuffer pull;
+  CommunicationBuffer communication;
   Schedule schedule;
   QueuedTask queue[kQueue];
   uint64_t queue_full[kQueue], queue_empty[kQueue];
   int64_t call;   // this one's number
   int64_t began;  // cycle
-  int32_t here, arrival, last;
+  int32_t here, arrival, goes_on, last;
 };
 static_assert(sizeof(Shared) <= 232448);
-static_assert(kWarps * sizeof(PullBuffer) <= sizeof(TileMemory));
+static_assert(kMathWarps * sizeof(CommunicationBuffer) <= sizeof(TileMemory::stages));
 
 // ---- The scheduler: one lane. Tasks that it has claimed wait in order; only their loads wait for them.
 
 template <class Work>
 __device__ __forceinline__ void look_up(const typename Work::Rank& rank, const Plan& plan, QueuedTask& task) {
-  if (task.kind == TaskKind::reduce) {
-    task.steps = 0;
-    task.stages = reduce_stages(rank, task.block);
-    return;
-  }
   task.ring_row = plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
+  task.chunks = 0;
   Work::look_up(rank, plan, task);
-  task.stages += task.steps * kStagesOfStep;
 }
 
 template <class Work>
@@ -96,8 +91,7 @@ template <class Work>
 __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
   Stages stages;
   for_each_task(s, [&](const QueuedTask& task) {
-    if (lane_index() != 0) return;
-    task.kind == TaskKind::reduce ? load_slots(rank, s.tiles, task.block, stages) : Work::load(rank, s, task, stages);
+    if (lane_index() == 0) Work::load(rank, s, task, stages);
   });
 }
 
@@ -112,6 +106,20 @@ struct Math {
   template <Layout layout, bool kAccumulate = false>
   __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, int32_t steps) {
     sm90::multiply<layout, kAccumulate>(acc, s.tiles, thread_index() / 128, steps, stages);
+  }
+  // A warpgroup whose rows of a block are all padding lets the block's tiles pass, and leaves the tensor cores and the
+  // power to the other one. Nobody reads what the rings then hold in these rows.
+  __device__ __forceinline__ static bool has_rows(const QueuedTask& t) {
+    return thread_index() / 128 * kGroupRows < t.real_rows;
+  }
+  __device__ __forceinline__ void pass_steps(Shared& s, int32_t steps) {
+    for (int32_t step = 0; step < steps; ++step) pass_stage(s, stages.empty(s.tiles));
+  }
+  __device__ __forceinline__ void pass_stage(Shared& s, uint64_t* done) {
+    stages.wait_full(s.tiles);
+    __syncwarp();
+    if (arrives()) mbarrier_arrive(done);
+    stages.advance();
   }
   // Rows side by side, to be pushed.
   __device__ __forceinline__ void stage_rows(const Accumulators& acc, Shared& s) {
@@ -166,36 +174,51 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   StoreSide side;
   for_each_task(s, [&](const QueuedTask& task) {
-    if (task.kind != TaskKind::reduce) {
-      Work::store(rank, s, arena, task, side);
-      bulk_wait_all();
-      fence_proxy_async();
-      __syncwarp();
-      if (lane_index() == 0) signal(task, counters);
-    }
-    side.skip(task.stages);
+    Work::store(rank, s, arena, task, side);
+    bulk_wait_all();
+    fence_proxy_async();
+    __syncwarp();
+    if (lane_index() == 0) signal(task, counters);
+    side.skip(task.steps + task.chunks);
   });
 }
 
 // ---- The CTA.
 
+// What a CTA does: both, each in warps of its own, or only one.
+struct Role {
+  bool computes, communicates;
+};
+
+// When a CTA's stages are no longer used, its math warps turn to what is left of the communication list; those of a CTA
+// that only communicates do at once.
 template <class Work>
-__device__ __forceinline__ void run_compute_cta(const typename Work::Rank& rank, Shared& s, bool communicates) {
+__device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared& s, Role role) {
+  constexpr int32_t kBarrier = 3, kUsers = (kMathWarps + 1) * 32;  // math warps and the store warp
   const int32_t warp = thread_index() / 32;
   if (warp < kMathWarps) {
     take_registers<kMathRegisters>();
-    compute<Work>(rank, s);
+    if (role.computes) {
+      compute<Work>(rank, s);
+      fence_proxy_async_shared();
+      named_barrier(kBarrier, kUsers);
+    }
+    CommunicationBuffer* buffers = reinterpret_cast<CommunicationBuffer*>(s.tiles.stages);
+    communicate(rank, s.schedule, s.call, buffers[warp]);
     return;
   }
   give_registers<kServiceRegisters>();
-  if (warp == kSchedulerWarp) {
+  if (warp == kCommunicationWarp) {
+    if (role.communicates) communicate(rank, s.schedule, s.call, s.communication);
+  } else if (!role.computes) {
+    return;
+  } else if (warp == kSchedulerWarp) {
     if (lane_index() == 0) schedule<Work>(rank, s);
   } else if (warp == kProducerWarp) {
     produce<Work>(rank, s);
-  } else if (warp == kStoreWarp) {
+  } else {
     store<Work>(rank, s);
-  } else if (communicates) {
-    communicate(rank, s.schedule, s.pull);
+    named_barrier(kBarrier, kUsers);
   }
 }
 
@@ -236,7 +259,9 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
   if (failed(rank)) Work::spoil(rank);
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
-    header.arrived_before += rank.header().valid_slots;
+    for (int32_t group = 0; group < kColumnGroups; ++group) {  // peers come with more only when this call has ended
+      header.arrived_before[group] = load_relaxed_sys(&header.arrived[group]);
+    }
     header.cycles += *reinterpret_cast<volatile int64_t*>(&rank.header().cycles);
     header.call = s.call;
   }
@@ -255,16 +280,15 @@ __device__ __forceinline__ void run(const Launch<typename Work::Rank>& launch) {
   }
   __syncthreads();
   const typename Work::Rank& rank = launch.rank(s.here);
-  if (thread_index() == 0) s.call = rank.arena_header(rank.shape.rank).call + 1;
-  if (!failed(rank)) {
-    if (thread_index() == 0) s.schedule = *rank.template in_workspace<Schedule>(WorkspaceLayout(rank.shape).schedule);
-    __syncthreads();
-    if (is_communication_cta(launch, s.arrival / launch.ranks_here)) {
-      PullBuffer* buffers = reinterpret_cast<PullBuffer*>(&s.tiles);
-      communicate(rank, s.schedule, buffers[thread_index() / 32]);
-    } else {
-      run_compute_cta<Work>(rank, s, launch.communication_ctas == 0);
-    }
+  if (thread_index() == 0) {
+    s.call = rank.arena_header(rank.shape.rank).call + 1;
+    s.goes_on = !failed(rank);  // read once: a peer may fail at any time, and the CTA's threads must agree
+    if (s.goes_on) s.schedule = *rank.template in_workspace<Schedule>(WorkspaceLayout(rank.shape).schedule);
+  }
+  __syncthreads();
+  if (s.goes_on) {
+    const bool communicates_only = is_communication_cta(launch, s.arrival / launch.ranks_here);
+    run_cta<Work>(rank, s, {!communicates_only, communicates_only || launch.communication_ctas == 0});
   }
   depart<Work>(launch, rank, s);
 }

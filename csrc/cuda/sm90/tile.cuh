@@ -1,30 +1,28 @@
 // The matrix product of one tile on Hopper: 128 rows x 256 columns, a ring of stages between the producer and two math
 // warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warp.
 //
-// A step of a product is 64 deep and takes two neighbouring stages: the copy engine is limited by instructions (about
-// 100 cycles each) and by requests (128 bytes at most), so boxes are as large as they can be. Epilogues use
-// pairs as well, the reduce single stages; every task uses an even number of them.
+// A step of a product is 64 deep and takes a stage: the copy engine is limited by instructions (about 100 cycles each)
+// and by requests (128 bytes at most), so boxes are as large as they can be. Epilogues use stages as well.
 #pragma once
 
+#include "cuda/params.h"
 #include "cuda/sm90/wgmma.cuh"
-#include "moe/shape.h"
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kTileColumns = 256, kGateUpColumns = 128, kGroupRows = 64;
+inline constexpr int32_t kGateUpColumns = 128, kGroupRows = 64;
 inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
-inline constexpr int32_t kStepDepth = 64, kStagesOfStep = 2;
+inline constexpr int32_t kStepDepth = 64;
 inline constexpr int32_t kGroupBytes = kGroupRows * kStepDepth * 2;  // a warpgroup's part of the left operand
 inline constexpr int32_t kRight = 2 * kGroupBytes;                   // where in a step the right operand begins
-inline constexpr int32_t kStepBytes = kRight + kTileColumns * kStepDepth * 2;
-inline constexpr int32_t kStageBytes = kStepBytes / kStagesOfStep;
-inline constexpr int32_t kStages = 6;
+inline constexpr int32_t kStageBytes = kRight + kTileColumns * kStepDepth * 2;
+inline constexpr int32_t kStages = 3;
 inline constexpr int32_t kBoxColumns = 64;  // of a transposed operand: 128 bytes
 inline constexpr int32_t kBoxBytes = kStepDepth * kBoxColumns * 2;
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
 inline constexpr int32_t kStagingBox = kGroupRows * 128;         // bytes: 64 rows of 128, in the 128-byte swizzle
-inline constexpr int32_t kMathRegisters = 216, kServiceRegisters = 72;
+inline constexpr int32_t kMathRegisters = 208, kServiceRegisters = 88;
 // Warpgroups take only what others have given, else they wait for ever: a launch of 384 threads has 168 for each.
 static_assert(2 * kMathRegisters + kServiceRegisters <= 3 * 168);
 
@@ -68,10 +66,7 @@ class Turn {
  public:
   __device__ __forceinline__ int32_t slot() const { return state_ >> 1; }
   __device__ __forceinline__ uint32_t parity() const { return state_ & 1; }
-  template <int32_t count = 1>  // a divisor of size; the position must be a multiple of it
-  __device__ __forceinline__ void advance() {
-    state_ = state_ >> 1 == size - count ? (state_ & 1) ^ 1 : state_ + 2 * count;
-  }
+  __device__ __forceinline__ void advance() { state_ = state_ >> 1 == size - 1 ? (state_ & 1) ^ 1 : state_ + 2; }
 
  private:
   int32_t state_ = 0;
@@ -80,19 +75,15 @@ class Turn {
 // A side's position in the ring of stages.
 class Stages {
  public:
-  // Producer: waits until the next `count` stages are free, and announces the bytes that will come into them.
-  template <int32_t count = 1>
+  // Producer: waits until the next stage is free, and announces the bytes that will come into it.
   __device__ __forceinline__ uint8_t* acquire(TileMemory& m, uint32_t bytes) {
     const int32_t slot = turn_.slot();
-#pragma unroll
-    for (int32_t i = 0; i < count; ++i) mbarrier_wait(&m.stage_empty[slot + i], turn_.parity() ^ 1);
+    mbarrier_wait(&m.stage_empty[slot], turn_.parity() ^ 1);
     mbarrier_arrive_expect(&m.stage_full[slot], bytes);
-#pragma unroll
-    for (int32_t i = 1; i < count; ++i) mbarrier_arrive(&m.stage_full[slot + i]);
     return m.stages[slot];
   }
   __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.slot()]; }
-  // Math: waits until the stage, or the step that begins with it, is loaded.
+  // Math: waits until the stage is loaded.
   __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
     mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
     return shared_address(m.stages[turn_.slot()]);
@@ -100,10 +91,7 @@ class Stages {
   __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[turn_.slot()]; }
   // Math: what an epilogue has left in the stage is to be stored, which gives the stage back.
   __device__ __forceinline__ uint64_t* chunk_full(TileMemory& m) { return &m.chunk_full[turn_.slot()]; }
-  template <int32_t count = 1>
-  __device__ __forceinline__ void advance() {
-    turn_.template advance<count>();
-  }
+  __device__ __forceinline__ void advance() { turn_.advance(); }
 
  private:
   Turn<kStages> turn_;
@@ -127,26 +115,24 @@ __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage,
   wgmma_commit();
 }
 
-// acc = (kAccumulate ? acc : 0) + the product over `steps` steps. A step's stages are given back when the next one's
+// acc = (kAccumulate ? acc : 0) + the product over `steps` steps. A step's stage is given back when the next one's
 // products are under way.
 template <Layout layout, bool kAccumulate>
 __device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps,
                                          Stages& stages) {
   const bool elected = arrives();
   const auto give_back = [&](uint64_t* empty) {
-    if (!elected) return;
-#pragma unroll
-    for (int32_t i = 0; i < kStagesOfStep; ++i) mbarrier_arrive(empty + i);
+    if (elected) mbarrier_arrive(empty);
   };
   multiply_step<layout, kAccumulate>(acc, stages.wait_full(m), group);
   uint64_t* previous = stages.empty(m);
-  stages.advance<kStagesOfStep>();
+  stages.advance();
   for (int32_t step = 1; step < steps; ++step) {
     multiply_step<layout, true>(acc, stages.wait_full(m), group);
     wgmma_wait<1>();
     give_back(previous);
     previous = stages.empty(m);
-    stages.advance<kStagesOfStep>();
+    stages.advance();
   }
   wgmma_wait<0>();
   give_back(previous);

@@ -53,7 +53,7 @@ struct Product {
 // Boxes of one step, as the kernels load them for this layout.
 template <Layout layout>
 __device__ void load_step(const Product& p, TileMemory& m, int32_t step, Stages& stages) {
-  uint8_t* stage = stages.acquire<kStagesOfStep>(m, kStepBytes);
+  uint8_t* stage = stages.acquire(m, kStageBytes);
   uint64_t* full = stages.full(m);
   const int32_t k = step * kStepDepth;
   if (layout == Layout::both_transposed) {
@@ -67,7 +67,7 @@ __device__ void load_step(const Product& p, TileMemory& m, int32_t step, Stages&
   } else {
     for (int32_t i = 0; i < 4; ++i) tensor_load_2d(right + i * kBoxBytes, &p.right, i * kBoxColumns, k, full);
   }
-  stages.advance<kStagesOfStep>();
+  stages.advance();
 }
 
 // A tile is computed kTiles times. What accumulators held before is 1,000 each, which stays in the sum or must not.

@@ -31,7 +31,7 @@ Case read_case(std::istream& in) {
   c.shape.minibatch_rows = next() * kRowBlock;
   c.shape.hidden = c.shape.intermediate = 1;
   TileCounts& t = c.tiles;
-  for (int32_t* count : {&t.gate_up, &t.down, &t.hidden_grad, &t.row_grad, &t.weight_grad}) {
+  for (int32_t* count : {&t.gate_up, &t.down, &t.hidden_grad, &t.row_grad, &t.weight_grad, &t.down_groups}) {
     *count = static_cast<int32_t>(next());
   }
   c.ids = {std::istream_iterator<int32_t>(in), {}};

@@ -1,0 +1,43 @@
+// What a communication warp moves passes through a ring of pieces of its shared memory. The warp loads them by itself,
+// since the copy engine has enough to do with the products' operands. Each lane waits for, and uses, only what it has
+// loaded, so that lanes need not meet.
+#pragma once
+
+#include "cuda/ptx.cuh"
+
+namespace mok::cuda {
+
+class Pieces {
+ public:
+  static constexpr int32_t kBytes = 2048, kCount = 7;
+  static constexpr int32_t kVectorBytes = 32 * 16, kVectors = kBytes / kVectorBytes;  // a lane has 16 bytes of each
+  struct Memory {
+    alignas(128) uint8_t bytes[kCount][kBytes];
+  };
+
+  __device__ __forceinline__ explicit Pieces(Memory& memory)
+      : begin_(shared_address(memory.bytes) + lane_index() * 16), piece_(begin_) {}
+
+  // Begins to load the lane's vectors into the current place, and goes on to the next place: vectors that begin before
+  // `bytes`, counted from the lane's first one at `from`. None, too, counts as a load.
+  __device__ __forceinline__ void load(const uint8_t* from, int32_t bytes) {
+#pragma unroll
+    for (int32_t v = 0; v < kVectors; ++v) {
+      async_copy_16(piece_ + v * kVectorBytes, from + v * kVectorBytes, v * kVectorBytes < bytes ? 16 : 0);
+    }
+    async_copy_commit();
+    piece_ += kBytes;
+    if (piece_ == begin_ + kCount * kBytes) piece_ = begin_;
+  }
+  // With kCount loads begun: until the one into the current place has ended. Returns the address in shared memory of
+  // the lane's first vector, which the next load overwrites.
+  __device__ __forceinline__ uint32_t wait() const {
+    async_copy_wait<kCount - 1>();
+    return piece_;
+  }
+
+ private:
+  uint32_t begin_, piece_;
+};
+
+}  // namespace mok::cuda

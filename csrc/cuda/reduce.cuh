@@ -1,0 +1,186 @@
+// The final reduce of both directions: out[t] = sum over k, ascending, of (weight *) slot in f32, rounded once. Empty
+// slots are skipped; rows of bad tokens are NaN. A task of communication warps, so that it costs the products nothing
+// but the memory's time.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/pieces.cuh"
+
+namespace mok::cuda {
+
+constexpr float kNaN = __builtin_nanf("");
+
+// 8 neighbouring columns.
+struct Float8 {
+  float v[8];
+
+  __device__ __forceinline__ void fill(float value) {
+#pragma unroll
+    for (float& one : v) one = value;
+  }
+  __device__ __forceinline__ void add_scaled(const uint4& packed, float scale) {
+    const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};  // the high halves of floats
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[2 * i] = __fmaf_rn(scale, __uint_as_float(pairs[i] << 16), v[2 * i]);
+      v[2 * i + 1] = __fmaf_rn(scale, __uint_as_float(pairs[i] & 0xffff0000), v[2 * i + 1]);
+    }
+  }
+  __device__ __forceinline__ uint4 rounded() const {
+    uint4 packed;
+    __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+    return packed;
+  }
+};
+
+inline constexpr int32_t kSlotColumns = Pieces::kBytes / 2, kSlotVectors = Pieces::kVectors;  // of 8 columns, a lane
+
+// What a task's slots have in common: `width` columns of the slots of some tokens. Lies in shared memory, since the
+// sums need the registers.
+struct SlotBlock {
+  const bf16* slots;  // those columns of the first one
+  const int32_t* ids;
+  const float* weights;
+  const uint8_t* bad;
+  bf16* out;
+  int64_t h, first_slot;
+  int32_t tokens, top_k, width;
+
+  // A group of columns; expert ids are those of this call.
+  __device__ __forceinline__ void look_up(const Rank& rank, int64_t call, const Task& t, const ColumnGroups& groups) {
+    const Shape& s = rank.shape;
+    const DeviceArena arena(s);
+    const Range columns = groups.of(t.part);
+    const int64_t first_token = t.block * kReduceTokens, first = columns.begin * kTileColumns;
+    h = s.hidden;
+    top_k = static_cast<int32_t>(s.top_k);
+    first_slot = first_token * top_k;
+    tokens = static_cast<int32_t>(smaller(kReduceTokens, s.tokens - first_token));
+    width = static_cast<int32_t>(smaller<int64_t>(columns.end * kTileColumns, h) - first);
+    slots = rank.in_arena<bf16>(s.rank, arena.at(arena.layout.slots)) + first_slot * h + first;
+    ids = rank.in_arena<int32_t>(s.rank, arena.expert_ids(call)) + first_slot;
+    weights = rank.expert_weights + first_slot;
+    bad = rank.in_workspace<uint8_t>(WorkspaceLayout(s).bad) + first_token;
+    out = rank.out + first_token * h + first;
+  }
+};
+
+// A block's slots on their way: token by token, of each its columns, of each all slots. What every piece needs is in
+// registers: a communication warp has its loop to itself, and nothing else to hide latencies.
+class SlotStream {
+ public:
+  __device__ __forceinline__ SlotStream(const SlotBlock& b, Pieces& pieces)
+      : pieces_(pieces), slot_bytes_(static_cast<int32_t>(b.h) * 2), top_k_(b.top_k), tokens_left_(b.tokens) {
+    begin_columns(b);
+    for (int32_t i = 0; i < Pieces::kCount; ++i) load_next(b);
+  }
+
+  __device__ __forceinline__ uint32_t wait() const { return pieces_.wait(); }
+  __device__ __forceinline__ void load_next(const SlotBlock& b) {
+    pieces_.load(from_, tokens_left_ > 0 ? bytes_ : 0);
+    from_ += slot_bytes_;
+    if (++k_ == top_k_) end_columns(b);
+  }
+
+ private:
+  __device__ __forceinline__ void begin_columns(const SlotBlock& b) {
+    const int32_t own = column_ + lane_index() * 8;
+    from_ = reinterpret_cast<const uint8_t*>(b.slots + (b.tokens - tokens_left_) * b.top_k * b.h + own);
+    bytes_ = (b.width - own) * 2;
+  }
+  __device__ __forceinline__ void end_columns(const SlotBlock& b) {
+    k_ = 0;
+    column_ += kSlotColumns;
+    if (column_ >= b.width) {
+      column_ = 0;
+      --tokens_left_;
+    }
+    begin_columns(b);
+  }
+
+  Pieces& pieces_;
+  const uint8_t* from_;
+  int32_t slot_bytes_, top_k_, tokens_left_, bytes_, column_ = 0, k_ = 0;  // bytes_: to this lane's right
+};
+
+// Of up to 32 slots of a token, from `first` on: this lane's, and which are not empty. In the backward slots carry the
+// weight already.
+template <bool kWeighted>
+struct SlotTerms {
+  int32_t id;
+  float weight;
+
+  __device__ __forceinline__ void look_up(const SlotBlock& b, int32_t token, int32_t first) {
+    const int32_t k = first + lane_index(), slot = token * b.top_k + k;
+    id = k < b.top_k && token < b.tokens ? b.ids[slot] : -1;
+    weight = kWeighted && id >= 0 ? b.weights[slot] : 1.f;
+  }
+  __device__ __forceinline__ void add_to(Float8 (&sums)[kSlotVectors], int32_t count, const SlotBlock& b,
+                                         SlotStream& stream) const {
+    uint32_t present = __ballot_sync(0xffffffff, id >= 0);
+    for (int32_t k = 0; k < count; ++k, present >>= 1) {
+      const float scale = kWeighted ? __shfl_sync(0xffffffff, weight, k) : 1.f;
+      const uint32_t held = stream.wait();
+      if (present & 1) {
+#pragma unroll
+        for (int32_t v = 0; v < kSlotVectors; ++v) sums[v].add_scaled(load_shared(held + v * 512), scale);
+      }
+      stream.load_next(b);
+    }
+  }
+};
+
+template <bool kWeighted>
+__device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces) {
+  SlotStream stream(b, pieces);
+  SlotTerms<kWeighted> next;  // a token ahead
+  next.look_up(b, 0, 0);
+  for (int32_t token = 0; token < b.tokens; ++token) {
+    const float begin = b.bad[token] ? kNaN : 0.f;
+    SlotTerms<kWeighted> terms = next;
+    next.look_up(b, token + 1, 0);
+    for (int32_t column = 0; column < b.width; column += kSlotColumns) {
+      Float8 sums[kSlotVectors];
+#pragma unroll
+      for (Float8& sum : sums) sum.fill(begin);
+      for (int32_t k = 0; k < b.top_k; k += 32) {
+        if (b.top_k > 32) terms.look_up(b, token, k);
+        terms.add_to(sums, smaller(b.top_k - k, 32), b, stream);
+      }
+      const int32_t own = column + lane_index() * 8;
+      bf16* out = b.out + token * b.h + own;
+#pragma unroll
+      for (int32_t v = 0; v < kSlotVectors; ++v) {
+        if (own + v * 256 < b.width) *reinterpret_cast<uint4*>(out + v * 256) = sums[v].rounded();
+      }
+    }
+  }
+}
+
+// Router gradients of the same tokens: as they came; of empty slots 0, of bad tokens NaN.
+__device__ __forceinline__ void collect_router_grads(const BackwardRank& rank, const SlotBlock& b) {
+  const DeviceArena arena(rank.shape);
+  const float* grads = rank.in_arena<float>(rank.shape.rank, arena.at(arena.layout.weight_grads)) + b.first_slot;
+  float* to = rank.expert_weight_grads + b.first_slot;
+  for (int32_t slot = lane_index(); slot < b.tokens * b.top_k; slot += 32) {
+    to[slot] = b.bad[slot / b.top_k] ? kNaN : b.ids[slot] < 0 ? 0.f : __ldcg(grads + slot);
+  }
+}
+
+__device__ __forceinline__ void run_reduce(const ForwardRank& rank, int64_t call, const Task& t, SlotBlock& block,
+                                           Pieces& pieces) {
+  if (lane_index() == 0) block.look_up(rank, call, t, down_groups(rank.tiles));
+  __syncwarp();
+  reduce_tokens<true>(block, pieces);
+}
+__device__ __forceinline__ void run_reduce(const BackwardRank& rank, int64_t call, const Task& t, SlotBlock& block,
+                                           Pieces& pieces) {
+  if (lane_index() == 0) block.look_up(rank, call, t, row_grad_groups(rank.tiles));
+  __syncwarp();
+  reduce_tokens<false>(block, pieces);
+  if (t.part == 0) collect_router_grads(rank, block);
+}
+
+}  // namespace mok::cuda
