@@ -17,9 +17,9 @@ from mok_jax.config import SAVE_POLICIES, MoKConfig
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 1e-2
-# Widths that no tile divides, and published ones that are no multiples of 128: gpt-oss, and a small DeepSeek. A slot
-# of many pieces, and more slots a token than the reduce looks up at a time. Zero gradients of empty experts right behind the
-# few tiles of a busy one, which lend out the same memory.
+# Widths that no tile divides, and published ones that are no multiples of 128: gpt-oss (wide enough for groups of
+# columns), and a small DeepSeek. A slot of many pieces, and more slots a token than the reduce looks up at a time. Zero
+# gradients of empty experts right behind the few tiles of a busy one, which lend out the same memory.
 WIDTHS = (
     Case("2880", 300, 4, 8, 2880, 2880, uniform),
     Case("1408", 520, 3, 8, 2048, 1408, zipf),

@@ -55,6 +55,7 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8
     }
     load();
   }
+  pieces.finish();
 }
 
 // Copies a pull task's rows from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since alone it

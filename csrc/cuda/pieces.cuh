@@ -29,6 +29,8 @@ class Pieces {
     piece_ += kBytes;
     if (piece_ == begin_ + kCount * kBytes) piece_ = begin_;
   }
+  // At the end: loads of nothing, too, write zeros, which must not come into places that are in use again.
+  __device__ __forceinline__ void finish() const { async_copy_wait<0>(); }
   // With kCount loads begun: until the one into the current place has ended. Returns the address in shared memory of
   // the lane's first vector, which the next load overwrites.
   __device__ __forceinline__ uint32_t wait() const {

@@ -157,6 +157,7 @@ __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces
       }
     }
   }
+  pieces.finish();
 }
 
 // Router gradients of the same tokens: as they came; of empty slots 0, of bad tokens NaN.

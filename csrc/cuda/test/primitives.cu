@@ -179,6 +179,7 @@ __global__ void copy_through_pieces(const uint8_t* in, int32_t bytes, uint8_t* o
     }
     load();
   }
+  pieces.finish();
 }
 
 // Less than one piece, and several turns of the ring. Behind the last byte come zeros, which nobody has read.
