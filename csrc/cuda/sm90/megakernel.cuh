@@ -39,7 +39,7 @@ struct Shared {
   uint64_t queue_full[kQueue], queue_empty[kQueue];
   int64_t call;   // this one's number
   int64_t began;  // cycle
-  int32_t here, arrival, goes_on, last;
+  int32_t here, arrival, goes_on;
 };
 static_assert(sizeof(Shared) <= 232448);
 static_assert(kMathWarps * sizeof(CommunicationBuffer) <= sizeof(TileMemory::stages));
@@ -248,14 +248,15 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
                                        Shared& s) {
   __threadfence();
   __syncthreads();
+  bool last = false;
   if (thread_index() == 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().cycles), clock64() - s.began);
     __threadfence();
     const int32_t ranks = launch.ranks_here, ctas = (static_cast<int32_t>(gridDim.x) - s.here + ranks - 1) / ranks;
-    s.last = atomicAdd(&rank.header().departures, 1) == ctas - 1;
+    last = atomicAdd(&rank.header().departures, 1) == ctas - 1;
+    __threadfence();
   }
-  __syncthreads();
-  if (!s.last) return;
+  if (!__syncthreads_or(last)) return;
   if (failed(rank)) Work::spoil(rank);
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
