@@ -141,7 +141,8 @@ class Settings:
       ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
         hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
         has no such axis, or axes of several types.
-      TypeError: ``expert_bias`` is no bool, ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
+      TypeError: ``expert_bias`` is no bool, ``dtype`` or ``param_dtype`` neither bfloat16 nor float32,
+        ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -196,6 +197,9 @@ class Settings:
                 f"expert_bias is {self.expert_bias!r}; it must be True, False or None. "
                 "For a value of your own, set the layer's expert_bias after expert_bias=True."
             )
+        for name, dtype in (("dtype", self.dtype), ("param_dtype", self.param_dtype)):
+            if dtype is not None and (dtype := jnp.dtype(dtype)) not in (jnp.bfloat16, jnp.float32, jnp.float64):
+                raise TypeError(f"{name} is {dtype}; it must be bfloat16 or float32.")
         routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)

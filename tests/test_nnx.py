@@ -417,6 +417,13 @@ def test_expert_bias_is_asked_for_and_not_given():
         make_layer(expert_bias=0.5)
 
 
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.int8))
+@pytest.mark.parametrize("name", ("dtype", "param_dtype"))
+def test_dtypes_are_checked_before_parameters_are_made(name, dtype):
+    with pytest.raises(TypeError, match=rf"^{name} is {jnp.dtype(dtype)}; it must be bfloat16 or float32"):
+        make_layer(**{name: dtype})
+
+
 def test_axes_of_several_types_are_refused():
     devices = np.array(jax.devices("cpu")[:8]).reshape(2, 4)
     mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
