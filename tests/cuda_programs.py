@@ -16,6 +16,7 @@ LAYER = ("cuda/launch.cc", "cuda/schedule.cu", "cuda/sm90/forward.cu", "cuda/sm9
 # By program, its sources besides cuda/test/<program>.cu.
 SOURCES = {
     "primitives": ("cuda/tensor_map.cc",),
+    "pieces": (),
     "sm90_tile": ("cuda/tensor_map.cc",),
     "task_lists": ("cuda/algorithm.cu", "verify/enumerate.cc"),
     "stand_alone": LAYER,

@@ -1,5 +1,6 @@
 """The instructions that the GPU kernels are made of, and the tile interface of each architecture: each function of
-`csrc/cuda/ptx.cuh`, and of `csrc/cuda/sm90/wgmma.cuh` and `tile.cuh` every layout with matrices that reveal indices.
+`csrc/cuda/ptx.cuh`, the ring of `pieces.cuh`, and of `csrc/cuda/sm90/wgmma.cuh` and `tile.cuh` every layout with
+matrices that reveal indices.
 
 The tests themselves are in `csrc/cuda/test`, where they can be read beside what they test.
 """
@@ -11,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-PROGRAMS = ("primitives", "sm90_tile")
+PROGRAMS = ("primitives", "pieces", "sm90_tile")
 TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong
 
 

@@ -143,11 +143,6 @@ __device__ __forceinline__ int64_t load_acquire_sys(const int64_t* p) {
   asm volatile("ld.acquire.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ int64_t load_relaxed_sys(const int64_t* p) {
-  int64_t v;
-  asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ int32_t load_relaxed_sys(const int32_t* p) {
   int32_t v;
   asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -190,11 +190,11 @@ __device__ void write_rows(const Block& b, const Tables& t) {
 }
 
 // Writes, by one thread, what the layer's kernel runs by; expert_rows and the table of first blocks are in place.
-__device__ void write_schedule(const Rank& rank, Direction direction) {
+__device__ void write_schedule(const Block& b, Direction direction) {
+  const Rank& rank = b.rank;
   const Shape& s = rank.shape;
-  const WorkspaceLayout layout(s);
-  int32_t* macro_block = rank.in_workspace<int32_t>(layout.macro_block);
-  Schedule& schedule = *rank.in_workspace<Schedule>(layout.schedule);
+  int32_t* macro_block = rank.in_workspace<int32_t>(b.layout.macro_block);
+  Schedule& schedule = *rank.in_workspace<Schedule>(b.layout.schedule);
   Plan& p = schedule.plan;
   p.tiles = rank.tiles;
   p.save = rank.save;
@@ -206,11 +206,11 @@ __device__ void write_schedule(const Rank& rank, Direction direction) {
   p.token_blocks = static_cast<int32_t>(ceil_div(s.tokens, kReduceTokens));
   p.valid_slots = rank.header().valid_slots;
   p.expert_rows = rank.expert_rows;
-  p.expert_block = rank.in_workspace<int32_t>(layout.expert_block);
+  p.expert_block = rank.in_workspace<int32_t>(b.layout.expert_block);
   p.macro_block = macro_block;
   p.macrobatches = cut_macrobatches(p.expert_block, p.experts, p.ring_blocks, macro_block);
-  TaskList& communication = schedule.communication = {rank.in_workspace<Segment>(layout.communication)};
-  TaskList& compute = schedule.compute = {rank.in_workspace<Segment>(layout.compute)};
+  TaskList communication{rank.in_workspace<Segment>(b.layout.communication)};
+  TaskList compute{rank.in_workspace<Segment>(b.layout.compute)};
   if (direction == Direction::forward) {
     forward_communication(p, communication);
     forward_compute(p, compute);
@@ -218,6 +218,8 @@ __device__ void write_schedule(const Rank& rank, Direction direction) {
     backward_communication(p, communication);
     backward_compute(p, compute);
   }
+  schedule.communication = communication;
+  schedule.compute = compute;
 }
 
 __device__ __forceinline__ bool begin(Block& b) {
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_forward(const __grid_con
   __syncthreads();
   if (threadIdx.x != 0) return;
   *launch.rank(static_cast<int32_t>(blockIdx.x) % launch.ranks_here).bad_tokens = b.rank.header().bad_tokens;
-  write_schedule(b.rank, Direction::forward);
+  write_schedule(b, Direction::forward);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) schedule_backward(const __grid_constant__ Launch<BackwardRank> launch) {
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_backward(const __grid_co
   for (int64_t e = 0; e < b.rank.shape.local_experts; ++e) {
     expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(b.rank.expert_rows[e], kRowBlock));
   }
-  write_schedule(b.rank, Direction::backward);
+  write_schedule(b, Direction::backward);
 }
 
 }  // namespace

@@ -14,18 +14,9 @@ namespace mok::host {
 // Tile widths in columns. They decide only the order in which the router gradient's parts are added.
 inline constexpr int64_t kTileColumns = 256;
 inline constexpr int64_t kGateUpColumns = 128;  // of gate, and as many of up
-inline constexpr int64_t kWeightGradRows = 128;
+inline constexpr int64_t kWeightGradRows = kRowBlock;
 
-inline TileCounts tile_counts(const Shape& s) {
-  const auto tiles = [](int64_t n, int64_t width) { return static_cast<int32_t>(ceil_div(n, width)); };
-  const int64_t h = s.hidden, i = s.intermediate;
-  return {tiles(i, kGateUpColumns),
-          tiles(h, kTileColumns),
-          tiles(i, kTileColumns),
-          tiles(h, kTileColumns),
-          2 * tiles(h, kWeightGradRows) * tiles(i, kTileColumns) + tiles(i, kWeightGradRows) * tiles(h, kTileColumns),
-          kColumnGroups};
-}
+inline TileCounts tile_counts(const Shape& s) { return count_tiles(s, kTileColumns, kGateUpColumns, kColumnGroups); }
 
 // What is left of one token that a rank must reduce.
 struct TokenIds {

@@ -20,6 +20,20 @@ struct TileCounts {
   int32_t down_groups;  // of columns, at most kColumnGroups: in how many steps the forward finishes y (see program.h)
 };
 
+// Tiles of kRowBlock rows (weight_grad: of a matrix) by `columns` columns; of gate_up, by so many of gate and of up.
+MOK_FN TileCounts count_tiles(const Shape& s, int64_t columns, int64_t gate_up_columns, int32_t down_groups) {
+  const int64_t h_across = ceil_div(s.hidden, columns), i_across = ceil_div(s.intermediate, columns);
+  const int64_t weight_grad =
+      2 * ceil_div(s.hidden, kRowBlock) * i_across + ceil_div(s.intermediate, kRowBlock) * h_across;
+  TileCounts tiles;
+  tiles.gate_up = static_cast<int32_t>(ceil_div(s.intermediate, gate_up_columns));
+  tiles.down = tiles.row_grad = static_cast<int32_t>(h_across);
+  tiles.hidden_grad = static_cast<int32_t>(i_across);
+  tiles.weight_grad = static_cast<int32_t>(weight_grad);
+  tiles.down_groups = down_groups;
+  return tiles;
+}
+
 struct Plan {
   TileCounts tiles;
   Save save;

@@ -94,17 +94,9 @@ int64_t shared_bytes() { return sizeof(Shared); }
 int32_t threads() { return kThreads; }
 
 TileCounts tile_counts(const Shape& s) {
-  const auto tiles = [](int64_t n, int64_t width) { return static_cast<int32_t>(ceil_div(n, width)); };
-  const int64_t h = s.hidden, i = s.intermediate;
   // With less depth the down tiles of a group are done before tokens are reduced over the one before; then groups only
   // cost the cache's locality.
-  const int32_t groups = i >= 2048 ? kColumnGroups : 1;
-  return {tiles(i, kGateUpColumns),
-          tiles(h, kTileColumns),
-          tiles(i, kTileColumns),
-          tiles(h, kTileColumns),
-          2 * tiles(h, kRowBlock) * tiles(i, kTileColumns) + tiles(i, kRowBlock) * tiles(h, kTileColumns),
-          groups};
+  return count_tiles(s, kTileColumns, kGateUpColumns, s.intermediate >= 2048 ? kColumnGroups : 1);
 }
 
 }  // namespace mok::cuda::sm90

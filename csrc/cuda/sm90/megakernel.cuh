@@ -200,7 +200,6 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
     take_registers<kMathRegisters>();
     if (role.computes) {
       compute<Work>(rank, s);
-      fence_proxy_async_shared();
       named_barrier(kBarrier, kUsers);
     }
     CommunicationBuffer* buffers = reinterpret_cast<CommunicationBuffer*>(s.tiles.stages);
@@ -261,7 +260,7 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
     for (int32_t group = 0; group < kColumnGroups; ++group) {  // peers come with more only when this call has ended
-      header.arrived_before[group] = load_relaxed_sys(&header.arrived[group]);
+      header.arrived_before[group] = load_acquire_sys(&header.arrived[group]);
     }
     header.cycles += *reinterpret_cast<volatile int64_t*>(&rank.header().cycles);
     header.call = s.call;
