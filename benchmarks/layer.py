@@ -38,12 +38,12 @@ from benchmarks.problem import Problem, Tokens, make_problem, make_tokens
 from benchmarks.routing import ROUTINGS
 from benchmarks.shapes import CPU_SHAPES, GPU_SHAPES, SHAPES
 
-PROTOCOLS = ("burst", "sustained")
+PROTOCOLS = ("burst", "matched", "sustained")
 STATE_S = 0.5  # Long enough for clocks and power to be read meanwhile.
 
 # A ceiling that moved by more within one group of measurements says that its figures cannot be compared.
-DRIFT_LIMITS = {"burst": 0.03, "sustained": 0.08}
-CPU_DRIFT_LIMITS = {"burst": 0.1, "sustained": 0.1}
+DRIFT_LIMITS = {"burst": 0.03, "matched": 0.03, "sustained": 0.08}
+CPU_DRIFT_LIMITS = dict.fromkeys(PROTOCOLS, 0.1)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_choice("--pass", flops.PASSES, ["forward+backward", "forward", "backward"], "(all)")
     add_choice("--routing", ROUTINGS, list(ROUTINGS), "(all)")
     add_choice("--implementations", IMPLEMENTATIONS, list(IMPLEMENTATIONS), "(all)")
-    add_choice("--protocol", PROTOCOLS, list(PROTOCOLS), "(both)")
+    add_choice("--protocol", PROTOCOLS, list(PROTOCOLS), "(all)")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (%(default)s)")
     parser.add_argument("--data", type=int, default=1, help="groups of such ranks (%(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16 on a GPU, float32 on a CPU)")
@@ -279,7 +279,7 @@ def measure_group(run: Run, group: Group, programs: dict[str, Checked], reasons:
     """Times what is ready in each protocol; adds a record for every implementation, if only with the reason."""
     limits = DRIFT_LIMITS if group.on_gpu else CPU_DRIFT_LIMITS
     for protocol in run.args.protocol:
-        time_all = {"burst": time_bursts, "sustained": time_sustained}[protocol]
+        time_all = {"burst": time_bursts, "matched": time_matched, "sustained": time_sustained}[protocol]
         timed, failures = time_all(run, {name: p.program for name, p in programs.items()}, overlapped=group.on_gpu)
         for name in run.args.implementations:
             if name not in timed:
@@ -333,6 +333,22 @@ def time_bursts(run: Run, programs: dict[str, Program], *, overlapped: bool) -> 
     return {
         name: Timed(own, measure.join(ceilings), measure.drift(ceilings), cycles[name]) for name, own in timings.items()
     }, failures
+
+
+def time_matched(
+    run: Run, programs: dict[str, Program], *, overlapped: bool
+) -> tuple[dict[str, Timed], dict[str, str]]:
+    """Bursts of each program between two of the ceiling that last as long; and failures."""
+    timed, failures = {}, {}
+    for name, program in programs.items():
+        try:
+            (own, ceilings), cycles = count_cycles(
+                program, functools.partial(measure.matched, program, run.ceiling, overlapped=overlapped)
+            )
+            timed[name] = Timed(own, measure.join(ceilings), measure.drift(ceilings), cycles)
+        except Exception as error:
+            failures[name] = describe_error(error)
+    return timed, failures
 
 
 def time_sustained(

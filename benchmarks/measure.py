@@ -1,14 +1,18 @@
 """How time is taken: launches back to back or one by one, in two states of the machine, beside its ceiling.
 
 A GPU that was idle has power to spare and runs some percent faster than one that has been busy, and the two states
-differ more for one kernel than for another. So there are two protocols, and a rate is only ever compared with a
+differ more for one kernel than for another. So there are three protocols, and a rate is only ever compared with a
 ceiling that was measured in the same state, interleaved:
 
 * *burst*: idle, a few launches that are discarded, then the ones that count;
+* *matched*: the same, but the ceiling's burst lasts as long as the program's. What a GPU has to spare is gone within
+  tens of milliseconds, so that in as many launches the longer ones see less of it;
 * *sustained*: load first, then ceiling and program alternate.
 """
 
 import dataclasses
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -107,6 +111,28 @@ def burst(program: Program, *, overlapped: bool) -> Timing:
     """Six launches of a machine that was idle until three launches ago."""
     time.sleep(IDLE_S)
     return _timing(time_launches([program] * (DISCARDED + COUNTED), overlapped=overlapped)[DISCARDED:])
+
+
+def burst_between(program: Program, begin_s: float, end_s: float, launches: int, *, overlapped: bool) -> Timing:
+    """Of a burst of so many launches those that end within a time, in seconds from its begin; at least six."""
+    time.sleep(IDLE_S)
+    taken = time_launches([program] * max(launches, DISCARDED + COUNTED), overlapped=overlapped)
+    ends = itertools.accumulate(launch.device_s or 0.0 for launch in taken)
+    counted = [launch for launch, end in zip(taken, ends, strict=True) if begin_s < end <= end_s]
+    return _timing(counted if len(counted) >= COUNTED else taken[DISCARDED : DISCARDED + COUNTED])
+
+
+def matched(program: Program, ceiling: Program, *, overlapped: bool) -> tuple[Timing, list[Timing]]:
+    """A burst of the program, and before and after it one of the ceiling that lasts as long."""
+    own_s = burst(program, overlapped=overlapped).mean
+    launches = math.ceil((DISCARDED + COUNTED) * own_s / burst(ceiling, overlapped=overlapped).mean)
+
+    def burst_ceiling() -> Timing:
+        return burst_between(ceiling, DISCARDED * own_s, (DISCARDED + COUNTED) * own_s, launches, overlapped=overlapped)
+
+    before = burst_ceiling()
+    own = burst(program, overlapped=overlapped)
+    return own, [before, burst_ceiling()]
 
 
 def load(program: Program, seconds: float, *, overlapped: bool) -> None:

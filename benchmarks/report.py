@@ -68,12 +68,12 @@ def write_json(results: dict[str, Any], path: Path) -> None:
 
 
 def print_table(results: dict[str, Any], console: Console) -> None:
-    """One line for each implementation of each group, with both protocols side by side."""
+    """One line for each implementation of each group, with all protocols side by side."""
     meta = results["meta"]
     table = Table(title=f"{meta['device']}, {meta['commit'][:12]}", title_justify="left")
     for column in ("shape", "pass", "ep", "routing", "implementation"):
         table.add_column(column)
-    for column in ("burst / C", "ms", "sustained / C", "ms", "TFLOP/s", "cycles", "peak GiB", "host us"):
+    for column in ("burst / C", "ms", "matched", "sustained", "ms", "TFLOP/s", "cycles", "GiB", "host us"):
         table.add_column(column, justify="right")
     last_group = None
     for line, records in _lines(results["records"]).items():
@@ -103,12 +103,14 @@ def _lines(records: list[dict]) -> dict[tuple, dict[str, dict]]:
 def _cells(records: dict[str, dict]) -> list[str]:
     measured = [r for r in records.values() if not r["error"]]
     if not measured:
-        return ["[yellow]none, see below"] + [""] * 7
+        return ["[yellow]none, see below"] + [""] * 8
     any_record = measured[0]
     cells = []
-    for protocol in ("burst", "sustained"):
+    for protocol in ("burst", "matched", "sustained"):
         r = records.get(protocol)
-        cells += [_ratio(r), f"{r['ms']:.3f}"] if r in measured else ["", ""]
+        cells.append(_ratio(r) if r in measured else "")
+        if protocol != "matched":
+            cells.append(f"{r['ms']:.3f}" if r in measured else "")
     peak, efficiency = any_record["peak_bytes"], any_record["cycle_efficiency"]
     return [
         *cells,

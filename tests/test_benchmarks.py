@@ -103,6 +103,23 @@ def test_burst_discards_the_first_launches(monkeypatch):
     np.testing.assert_allclose(timing.device_s, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
+def test_matched_compares_with_a_ceiling_that_is_busy_as_long(monkeypatch):
+    device = FakeDevice(monkeypatch)
+    slower_and_slower = [0.01 * 1.01**i for i in range(200)]
+    own, ceilings = measure.matched(device.program([0.1]), device.program(slower_and_slower), overlapped=True)
+    np.testing.assert_allclose(own.device_s, [0.1] * 6)
+    ends = np.cumsum(slower_and_slower[1:])  # what the first launch took is not known
+    expected = [t for t, end in zip(slower_and_slower[1:], ends, strict=True) if 0.3 < end <= 0.9]
+    for ceiling in ceilings:
+        np.testing.assert_allclose(ceiling.device_s, expected)
+
+
+def test_matched_counts_six_launches_of_a_slow_ceiling(monkeypatch):
+    device = FakeDevice(monkeypatch)
+    _, ceilings = measure.matched(device.program([0.01]), device.program([0.5]), overlapped=True)
+    assert [len(ceiling.device_s) for ceiling in ceilings] == [6, 6]
+
+
 @pytest.mark.parametrize("queue", ["xla", "other"])
 def test_sustained_keeps_program_and_ceiling_apart(monkeypatch, queue):
     device = FakeDevice(monkeypatch)
@@ -283,7 +300,7 @@ def test_the_command_measures_everything_that_can_run_here(tmp_path, capsys, hur
     assert {"device", "clocks", "power", "versions", "commit", "date"} <= set(results["meta"])
     measured = [r for r in results["records"] if r["error"] is None]
     assert {(r["implementation"], r["protocol"]) for r in measured} >= {
-        (name, protocol) for name in ("megakernel", "xla", "ideal-unfused") for protocol in ("burst", "sustained")
+        (name, protocol) for name in ("megakernel", "xla", "ideal-unfused") for protocol in layer.PROTOCOLS
     }
     assert {r["implementation"] for r in results["records"]} == set(IMPLEMENTATIONS)
     for r in measured:
@@ -300,7 +317,7 @@ def test_a_device_that_fails_costs_one_shape_its_figures(monkeypatch, tmp_path, 
 
     monkeypatch.setattr(check, "expect", fail)
     code, results = run_command(tmp_path, "--pass", "forward,backward", "--implementations", "xla,torch")
-    assert code == 1 and len(results["records"]) == 2 * 2 * 2
+    assert code == 1 and len(results["records"]) == 2 * 2 * len(layer.PROTOCOLS)
     assert all("out of memory" in record["error"] for record in results["records"])
 
 

@@ -52,7 +52,7 @@ def test_many_ranks(device, direction, program):
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("skew", SKEWS)
 def test_rack(device, direction, save, skew):
-    shape = [save, RACK_SIZE, 4, 3, 2, 1, 1, [2, 2, 1, 2, 3]]
+    shape = [save, RACK_SIZE, 4, 3, 2, 1, 1, [2, 2, 1, 2, 3, 2]]
     check(device, direction, (shape, routing(skew, 1, RACK_SIZE * 12, RACK_SIZE * 2)))
 
 
