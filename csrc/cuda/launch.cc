@@ -182,11 +182,11 @@ bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   encoder.bf16s(rank.wi_0_64, c.wi_0 + weights, wi, 128, 64);
   encoder.bf16s(rank.wi_1_64, c.wi_1 + weights, wi, 128, 64);
   encoder.bf16s(rank.grads_128, rank.grads, wide, 128, 128);
-  encoder.bf16s(rank.wo_256, c.wo + weights, wo, 128, 256);
+  encoder.bf16s(rank.wo_128, c.wo + weights, wo, 128, 128);
   encoder.bf16s(rank.gate_up_grads_128, gate_up_grads, pair, 128, 128, 2);
   encoder.bf16s(rank.hidden_128, rank.hidden, narrow, 128, 128);
-  encoder.bf16s(rank.wi_0_256, c.wi_0 + weights, wi, 128, 256);
-  encoder.bf16s(rank.wi_1_256, c.wi_1 + weights, wi, 128, 256);
+  encoder.bf16s(rank.wi_0_128, c.wi_0 + weights, wi, 128, 128);
+  encoder.bf16s(rank.wi_1_128, c.wi_1 + weights, wi, 128, 128);
   encoder.bf16s(rank.rows_64, rank.rows, wide, 128, 64);
   encoder.bf16s(rank.saved_rows_64, saved_rows, wide, 128, 64);
   encoder.bf16s(rank.grads_64, rank.grads, wide, 128, 64);
@@ -233,8 +233,8 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
                                  arguments, stream)) {
     return error;
   }
-  const int32_t least = call.ranks_here * (call.communication_ctas > 0 ? 2 : 1);
-  const int32_t grid = std::max(least, device.multiprocessors - call.reserved_sms);
+  // CTAs come in pairs; two are enough for a rank to finish, whatever its roles.
+  const int32_t grid = std::max(2 * call.ranks_here, (device.multiprocessors - call.reserved_sms) / 2 * 2);
   return launch_kernel(layer_kernel, grid, sm90::threads(), sm90::shared_bytes(), arguments, stream);
 }
 

@@ -49,7 +49,7 @@ struct Rank {
   }
 };
 
-// Tensor maps. Names tell the boxes: _128 and _256 are as many rows of 64 K; _64 are 64 rows of 128 bytes, read as a
+// Tensor maps. Names tell the boxes: _128 are 128 rows of 64 K; _64 are 64 rows of 128 bytes, read as a
 // transposed operand or stored to. The swizzle is as wide as the box.
 // Gradients of gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
 struct ForwardRank : Rank {
@@ -62,9 +62,9 @@ struct ForwardRank : Rank {
 
 struct BackwardRank : Rank {
   CUtensorMap rows_128, wi_0_64, wi_1_64;     // replay, as in the forward
-  CUtensorMap grads_128, wo_256;              // hidden_grad: [ring_rows, H]; [E_local, I, H]
+  CUtensorMap grads_128, wo_128;              // hidden_grad: [ring_rows, H]; [E_local, I, H]
   CUtensorMap gate_up_grads_128, hidden_128;  // its results; row_grad reads the former
-  CUtensorMap wi_0_256, wi_1_256;             // row_grad
+  CUtensorMap wi_0_128, wi_1_128;             // row_grad
   CUtensorMap rows_64, saved_rows_64, grads_64, gate_up_grads_64, hidden_64;  // weight_grad
   CUtensorMap wi_0_grad_64, wi_1_grad_64, wo_grad_64;                         // its results
   bf16 *pre_activations, *saved_pre_activations;                              // replayed; a residual of macrobatch 0

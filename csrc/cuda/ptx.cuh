@@ -57,6 +57,50 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
       : "memory");
 }
 
+// ---- Clusters: CTAs that reach each other's shared memory.
+
+__device__ __forceinline__ int32_t cluster_rank() {
+  int32_t i;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(i));
+  return i;
+}
+// Where a CTA of the cluster has what this one has at `p`.
+__device__ __forceinline__ uint32_t cluster_address(const void* p, int32_t cta) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(cta));
+  return address;
+}
+__device__ __forceinline__ void store_cluster(uint32_t address, int32_t v) {
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_cluster(uint32_t address, int64_t v) {
+  asm volatile("st.shared::cluster.s64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
+}
+// Until all threads of the cluster are here; orders their accesses.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// At a barrier of any CTA of the cluster. The plain form orders what the asynchronous proxy does; the other one this
+// thread's accesses, too, and costs more.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void mbarrier_release_cluster(uint32_t bar) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// mbarrier_wait, and acquires what other CTAs of the cluster have released at the barrier.
+__device__ __forceinline__ void mbarrier_acquire_cluster(uint64_t* bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(bar)),
+      "r"(parity)
+      : "memory");
+}
+
 // Waits for `threads` threads, whole warps, at one of the CTA's 16 barriers.
 __device__ __forceinline__ void named_barrier(int32_t id, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -89,6 +133,23 @@ __device__ __forceinline__ void tensor_load_3d(void* shared, const CUtensorMap* 
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(shared_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
+      : "memory");
+}
+// Into the same places of both CTAs of a cluster of two, and counted at the barriers of both.
+__device__ __forceinline__ void tensor_load_both_2d(void* shared, const CUtensorMap* map, int32_t x, int32_t y,
+                                                    uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"(uint16_t{3})
+      : "memory");
+}
+__device__ __forceinline__ void tensor_load_both_3d(void* shared, const CUtensorMap* map, int32_t x, int32_t y,
+                                                    int32_t z, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)), "h"(uint16_t{3})
       : "memory");
 }
 __device__ __forceinline__ void tensor_store_2d(const CUtensorMap* map, const void* shared, int32_t x, int32_t y) {

@@ -96,6 +96,8 @@ struct Task {
   int32_t blocks;  // row blocks that it covers
   int32_t expert;  // local; -1 for reduce
   int32_t part;    // which tile or pull of the block or piece; which group of columns for notify and reduce
+  int32_t in_run,
+      run;  // its place among the neighbours in its list that multiply with the same tile of weights; of how many
   int32_t wait_count, signal_count;
   Wait waits[1 + kColumnGroups];
   int32_t signals[2];  // each grows by 1. notify instead adds the block's rows to `arrived` of their source ranks
@@ -123,13 +125,15 @@ MOK_FN void begin_task(Task& t, const Segment& s) {
   t.kind = s.kind;
   t.macrobatch = s.macrobatch;
   t.block = t.part = t.wait_count = t.signal_count = 0;
-  t.blocks = 1;
+  t.in_run = 0;
+  t.blocks = t.run = 1;
   t.expert = -1;
 }
 
 // Where a segment's tasks go: three orders, each from the offset in the segment to an item and its part.
 struct ItemPart {
   int32_t item, part;
+  int32_t in_run = 0, run = 1;
 };
 
 // Item outer, part inner; each rank begins elsewhere, so that not all ranks pull from one source at once.
@@ -149,12 +153,15 @@ MOK_FN ItemPart weights_outer(const Segment& s, const Plan& p, int64_t offset) {
   const int32_t begin = larger(s.begin, p.expert_block[e]);
   const int32_t count = smaller(s.end, p.expert_block[e + 1]) - begin;
   const int64_t rest = offset - int64_t{begin - s.begin} * s.parts;
-  return {begin + static_cast<int32_t>(rest % count), s.first_part + static_cast<int32_t>(rest / count)};
+  const int32_t in_run = static_cast<int32_t>(rest % count);
+  return {begin + in_run, s.first_part + static_cast<int32_t>(rest / count), in_run, count};
 }
 
 MOK_FN void place(Task& t, const Plan& p, ItemPart at) {
   t.block = at.item;
   t.part = at.part;
+  t.in_run = at.in_run;
+  t.run = at.run;
   if (t.kind != TaskKind::reduce) t.expert = p.expert_of(at.item);
 }
 

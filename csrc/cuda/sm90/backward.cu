@@ -11,19 +11,26 @@ constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: g
 static_assert(3 * kPartBytes == kStageBytes);
 constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
+constexpr int32_t kRunRows = 8;  // of weight_grad tiles; a few, so that their operands are in the cache together
+
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
 struct WeightTile {
   int32_t matrix;  // 0: wi_0, 1: wi_1, 2: wo
   int32_t row, column;
+  int32_t index, high;  // of `high` tiles above each other, neighbours in the list, this is number `index`
 
   __device__ __forceinline__ WeightTile(const Shape& s, int32_t part) {
     const int32_t wi_across = static_cast<int32_t>(ceil_div(s.intermediate, kTileColumns));
-    const int32_t wi_tiles = wi_across * static_cast<int32_t>(ceil_div(s.hidden, kRowBlock));
+    const int32_t wi_down = static_cast<int32_t>(ceil_div(s.hidden, kRowBlock)), wi_tiles = wi_across * wi_down;
     matrix = part >= 2 * wi_tiles ? 2 : part >= wi_tiles ? 1 : 0;
     const int32_t tile = part - matrix * wi_tiles;
     const int32_t across = matrix == 2 ? static_cast<int32_t>(ceil_div(s.hidden, kTileColumns)) : wi_across;
-    row = tile / across * kBlockRows;
-    column = tile % across * kTileColumns;
+    const int32_t down = matrix == 2 ? static_cast<int32_t>(ceil_div(s.intermediate, kRowBlock)) : wi_down;
+    const int32_t first = tile / (kRunRows * across) * kRunRows, rest = tile % (kRunRows * across);
+    high = smaller(kRunRows, down - first);
+    index = rest % high;
+    row = (first + index) * kBlockRows;
+    column = rest / high * kTileColumns;
   }
 };
 
@@ -48,65 +55,67 @@ struct Backward {
     }
   }
 
+  // Of weight_grad, tiles above each other.
+  __device__ static __forceinline__ Run run_of(const Rank& rank, const QueuedTask& t) {
+    if (t.kind != TaskKind::weight_grad) return {t.in_run, t.run};
+    const WeightTile tile(rank.shape, t.part);
+    return {tile.index, tile.high};
+  }
+
   // ---- Loads.
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Stages& stages) {
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     switch (t.kind) {
       case TaskKind::gate_up:
-        return load_gate_up(rank, s, t, stages);
+        return load_gate_up(rank, s, t, loader);
       case TaskKind::hidden_grad:
-        return load_hidden_grad(rank, s, t, stages);
+        return load_hidden_grad(rank, s, t, loader);
       case TaskKind::row_grad:
-        return load_row_grad(rank, s, t, stages);
+        return load_row_grad(rank, s, t, loader);
       default:
-        return load_weight_grad(rank, s, t, stages);
+        return load_weight_grad(rank, s, t, loader);
     }
   }
 
   // One step of a product whose operands both have K contiguous, from [rows, K] and [columns, K].
-  template <class Left>
-  __device__ static __forceinline__ void load_dgrad_step(Shared& s, Stages& stages, const CUtensorMap* right, int32_t k,
-                                                         int32_t column, int32_t expert, const Left& load_left) {
-    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-    load_left(stage, stages.full(s.tiles));
-    tensor_load_3d(stage + kRight, right, k, column, expert, stages.full(s.tiles));
-    stages.advance();
+  template <class LoadLeft>
+  __device__ static __forceinline__ void load_dgrad_step(Shared& s, Loader& loader, const CUtensorMap* right, int32_t k,
+                                                         int32_t column, int32_t expert, const LoadLeft& load_left) {
+    loader.step(s.tiles, load_left, [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
+      load_3d(to, right, k, column + half * kHalfColumns, expert, full, both);
+    });
   }
 
   __device__ static __forceinline__ void load_hidden_grad(const Rank& rank, Shared& s, const QueuedTask& t,
-                                                          Stages& stages) {
+                                                          Loader& loader) {
     const int32_t count = t.steps, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
       const int32_t k = step * kStepDepth;
-      load_dgrad_step(s, stages, &rank.wo_256, k, column, expert,
-                      [&](uint8_t* stage, uint64_t* full) { tensor_load_2d(stage, &rank.grads_128, k, row, full); });
+      load_dgrad_step(s, loader, &rank.wo_128, k, column, expert,
+                      [&](uint8_t* to, uint64_t* full) { tensor_load_2d(to, &rank.grads_128, k, row, full); });
     }
     const bool saved = t.macrobatch == 0 && rank.save != Save::nothing;
     const bf16* chunk = pre_activation_tile(saved ? rank.saved_pre_activations : rank.pre_activations, rank, t.ring_row,
                                             t.part * (kTileColumns / kGateUpColumns));
-    for (int32_t i = 0; i < t.chunks; ++i, chunk += kChunkElements) {
-      uint8_t* stage = stages.acquire(s.tiles, kChunkElements * 2);
-      bulk_load(stage, chunk, kChunkElements * 2, stages.full(s.tiles));
-      stages.advance();
-    }
+    for (int32_t i = 0; i < t.chunks; ++i) loader.chunk(s.tiles, chunk + i * kChunkElements, kChunkElements * 2);
   }
 
   __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const QueuedTask& t,
-                                                       Stages& stages) {
+                                                       Loader& loader) {
     const int32_t count = t.steps / 2, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t which = 0; which < 2; ++which) {
-      const CUtensorMap* weights = which ? &rank.wi_1_256 : &rank.wi_0_256;
+      const CUtensorMap* weights = which ? &rank.wi_1_128 : &rank.wi_0_128;
       for (int32_t step = 0; step < count; ++step) {
         const int32_t k = step * kStepDepth;
-        load_dgrad_step(s, stages, weights, k, column, expert, [&](uint8_t* stage, uint64_t* full) {
-          tensor_load_3d(stage, &rank.gate_up_grads_128, k, which, row, full);
+        load_dgrad_step(s, loader, weights, k, column, expert, [&](uint8_t* to, uint64_t* full) {
+          tensor_load_3d(to, &rank.gate_up_grads_128, k, which, row, full);
         });
       }
     }
   }
 
   __device__ static __forceinline__ void load_weight_grad(const Rank& rank, Shared& s, const QueuedTask& t,
-                                                          Stages& stages) {
+                                                          Loader& loader) {
     const WeightTile tile(rank.shape, t.part);
     const bool saved = t.macrobatch == 0 && rank.saved_rows;
     const CUtensorMap* left = tile.matrix == 2 ? &rank.hidden_64 : saved ? &rank.saved_rows_64 : &rank.rows_64;
@@ -114,22 +123,24 @@ struct Backward {
     int32_t row = t.ring_row;
     for (int32_t step = 0; step < count; ++step, row += kStepDepth) {
       if (row == ring_rows) row = 0;
-      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-      uint64_t* full = stages.full(s.tiles);
+      loader.step(
+          s.tiles,
+          [&](uint8_t* to, uint64_t* full) {
+            tensor_load_2d(to, left, tile.row, row, full);
+            tensor_load_2d(to + kBoxBytes, left, tile.row + kBoxColumns, row, full);
+          },
+          [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
 #pragma unroll
-      for (int32_t i = 0; i < 2; ++i)
-        tensor_load_2d(stage + i * kBoxBytes, left, tile.row + i * kBoxColumns, row, full);
-#pragma unroll
-      for (int32_t i = 0; i < 4; ++i) {
-        uint8_t* to = stage + kRight + i * kBoxBytes;
-        const int32_t column = tile.column + i * kBoxColumns;
-        if (tile.matrix == 2) {
-          tensor_load_2d(to, &rank.grads_64, column, row, full);
-        } else {
-          tensor_load_3d(to, &rank.gate_up_grads_64, column, tile.matrix, row, full);
-        }
-      }
-      stages.advance();
+            for (int32_t i = 0; i < 2; ++i) {
+              const int32_t column = tile.column + half * kHalfColumns + i * kBoxColumns;
+              uint8_t* box = to + i * kBoxBytes;
+              if (tile.matrix == 2) {
+                load_2d(box, &rank.grads_64, column, row, full, both);
+              } else {
+                load_3d(box, &rank.gate_up_grads_64, column, tile.matrix, row, full, both);
+              }
+            }
+          });
     }
   }
 
@@ -468,7 +479,8 @@ struct Backward {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) backward(const __grid_constant__ Launch<BackwardRank> launch) {
+__global__ void __cluster_dims__(kPair) __launch_bounds__(kThreads, 1)
+    backward(const __grid_constant__ Launch<BackwardRank> launch) {
   run<Backward>(launch);
 }
 

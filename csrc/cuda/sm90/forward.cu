@@ -13,23 +13,23 @@ struct Forward {
     t.real_rows = plan.real_rows(t.block);
   }
 
-  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Stages& stages) {
-    t.kind == TaskKind::gate_up ? load_gate_up(rank, s, t, stages) : load_down(rank, s, t, stages);
+  __device__ static __forceinline__ Run run_of(const Rank&, const QueuedTask& t) { return {t.in_run, t.run}; }
+
+  __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
+    t.kind == TaskKind::gate_up ? load_gate_up(rank, s, t, loader) : load_down(rank, s, t, loader);
   }
 
-  __device__ static __forceinline__ void load_down(const Rank& rank, Shared& s, const QueuedTask& t, Stages& stages) {
+  __device__ static __forceinline__ void load_down(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     const int32_t count = t.steps, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
     for (int32_t step = 0; step < count; ++step) {
       const int32_t k = step * kStepDepth;
-      uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-      uint64_t* full = stages.full(s.tiles);
-      tensor_load_2d(stage, &rank.hidden_128, k, row, full);
-#pragma unroll
-      for (int32_t i = 0; i < 4; ++i) {
-        uint8_t* right = stage + kRight + i * kBoxBytes;
-        tensor_load_3d(right, &rank.wo_64, column + i * kBoxColumns, k, expert, full);
-      }
-      stages.advance();
+      loader.step(
+          s.tiles, [&](uint8_t* to, uint64_t* full) { tensor_load_2d(to, &rank.hidden_128, k, row, full); },
+          [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
+            const int32_t first = column + half * kHalfColumns;
+            load_3d(to, &rank.wo_64, first, k, expert, full, both);
+            load_3d(to + kBoxBytes, &rank.wo_64, first + kBoxColumns, k, expert, full, both);
+          });
     }
   }
 
@@ -83,7 +83,8 @@ struct Forward {
   __device__ static void spoil(const Rank& rank) { fill_nan(rank.out, rank.shape.tokens * rank.shape.hidden); }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ Launch<ForwardRank> launch) {
+__global__ void __cluster_dims__(kPair) __launch_bounds__(kThreads, 1)
+    forward(const __grid_constant__ Launch<ForwardRank> launch) {
   run<Forward>(launch);
 }
 

@@ -31,20 +31,17 @@ __device__ __forceinline__ int32_t fragment_offset() {
 
 // R has rows_128, wi_0_64, wi_1_64.
 template <class R>
-__device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const QueuedTask& t, Stages& stages) {
+__device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const QueuedTask& t, Loader& loader) {
   const int32_t steps = t.steps, row = t.ring_row, column = t.part * kGateUpColumns, expert = t.expert;
   for (int32_t step = 0; step < steps; ++step) {
     const int32_t k = step * kStepDepth;
-    uint8_t* stage = stages.acquire(s.tiles, kStageBytes);
-    uint64_t* full = stages.full(s.tiles);
-    tensor_load_2d(stage, &rank.rows_128, k, row, full);
-#pragma unroll
-    for (int32_t i = 0; i < 2; ++i) {
-      uint8_t* right = stage + kRight + i * kBoxBytes;
-      tensor_load_3d(right, &rank.wi_0_64, column + i * kBoxColumns, k, expert, full);
-      tensor_load_3d(right + 2 * kBoxBytes, &rank.wi_1_64, column + i * kBoxColumns, k, expert, full);
-    }
-    stages.advance();
+    loader.step(
+        s.tiles, [&](uint8_t* to, uint64_t* full) { tensor_load_2d(to, &rank.rows_128, k, row, full); },
+        [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
+          const CUtensorMap* weights = half ? &rank.wi_1_64 : &rank.wi_0_64;
+          load_3d(to, weights, column, k, expert, full, both);
+          load_3d(to + kBoxBytes, weights, column + kBoxColumns, k, expert, full, both);
+        });
   }
 }
 

@@ -1,10 +1,11 @@
-// The skeleton of both megakernels on Hopper: one persistent CTA per SM. In each, a scheduler warp claims compute tasks
-// and waits for what they need; a producer warp loads their tiles for two math warpgroups; a store warp stores or
-// pushes what these have staged; a communication warp pulls rows and reduces tokens. CTAs take their roles in the order
-// in which they arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
+// The skeleton of both megakernels on Hopper: one persistent CTA per SM, in pairs. In each, a scheduler warp gets
+// compute tasks and waits for what they need; a producer warp loads their tiles for two math warpgroups; a store warp
+// stores or pushes what these have staged; a communication warp pulls rows and reduces tokens. CTAs take their roles in
+// the order in which pairs arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
 //   look_up(rank, plan, task)          fills in what a QueuedTask knows
-//   load(rank, s, task, stages)        loads the stages; by one lane
+//   run_of(rank, task)                 the run of neighbours with the same right operand and as many steps
+//   load(rank, s, task, loader)        loads the stages; by one lane
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, arena, task, side)  by the store warp
 //   spoil(rank)                        makes results NaN, after a failure
@@ -12,7 +13,7 @@
 
 #include "cuda/communicate.cuh"
 #include "cuda/kernels.h"
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/pair.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -22,12 +23,48 @@ inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
 
+// Where a pair's second CTA gets its tickets from the first one.
+struct Mailbox {
+  static constexpr int32_t kPlaces = 2;  // few: what the first CTA has claimed for the second one, nobody else can have
+  int64_t tickets[kPlaces];
+  uint64_t sent[kPlaces], received[kPlaces];  // the receiver's; the sender's
+
+  __device__ void initialise() {
+    for (int32_t i = 0; i < kPlaces; ++i) {
+      mbarrier_init(&sent[i], 1);
+      mbarrier_init(&received[i], 1);
+    }
+  }
+  __device__ __forceinline__ void send(Turn<kPlaces>& turn, int32_t to, int64_t ticket) {
+    const int32_t place = turn.slot();
+    mbarrier_acquire_cluster(&received[place], turn.parity() ^ 1);
+    store_cluster(cluster_address(&tickets[place], to), ticket);
+    mbarrier_release_cluster(cluster_address(&sent[place], to));
+    turn.advance();
+  }
+  __device__ __forceinline__ int64_t receive(Turn<kPlaces>& turn, int32_t from) {
+    const int32_t place = turn.slot();
+    mbarrier_acquire_cluster(&sent[place], turn.parity());
+    const int64_t ticket = *static_cast<volatile int64_t*>(&tickets[place]);
+    mbarrier_release_cluster(cluster_address(&received[place], from));
+    turn.advance();
+    return ticket;
+  }
+};
+
+// Neighbouring tasks that multiply with the same right operand, and which of them.
+struct Run {
+  int32_t index, size;
+};
+
 // A task with all that its CTA's warps need to know of the plan, so that none of them stops to look.
 struct QueuedTask : Task {
   int32_t ring_row;     // of its (first) block
   int32_t real_rows;    // of its block; not of a piece (weight_grad)
   int32_t steps;        // of its product; a stage each
   int32_t chunks;       // stages after them, for its epilogue
+  int32_t left_out;     // stages before it
+  bool shared;          // the right operand, with the pair's other CTA
   bool begun, goes_on;  // weight_grad: an earlier macrobatch has begun the expert; a later one has more of it
 };
 
@@ -37,40 +74,92 @@ struct Shared {
   Schedule schedule;
   QueuedTask queue[kQueue];
   uint64_t queue_full[kQueue], queue_empty[kQueue];
+  Mailbox mailbox;
   int64_t call;   // this one's number
   int64_t began;  // cycle
-  int32_t here, arrival, goes_on;
+  // Alike in both CTAs: the pair's arrival, the rank it serves, and whether the call goes on.
+  int32_t arrival, here, goes_on;
 };
 static_assert(sizeof(Shared) <= 232448);
 static_assert(kMathWarps * sizeof(CommunicationBuffer) <= sizeof(TileMemory::stages));
 
-// ---- The scheduler: one lane. Tasks that it has claimed wait in order; only their loads wait for them.
+// What a pair does: which of its CTAs compute, each in warps of its own beside a communication warp or alone.
+struct Roles {
+  int32_t first, count;  // CTAs [first, first + count) compute
+  bool all_communicate;  // or only those that do not compute
+
+  __device__ __forceinline__ bool computes(int32_t cta) const { return cta >= first && cta < first + count; }
+  __device__ __forceinline__ bool communicates(int32_t cta) const { return all_communicate || !computes(cta); }
+};
+
+// ---- The scheduler: one lane. Tasks that it has got wait in order; only their loads wait for them.
 
 template <class Work>
-__device__ __forceinline__ void look_up(const typename Work::Rank& rank, const Plan& plan, QueuedTask& task) {
-  task.ring_row = plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
-  task.chunks = 0;
-  Work::look_up(rank, plan, task);
-}
+class Scheduler {
+ public:
+  using Rank = typename Work::Rank;
 
-template <class Work>
-__device__ __forceinline__ void schedule(const typename Work::Rank& rank, Shared& s) {
-  const CounterMap map(s.schedule.plan);
-  const int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
-  for (Turn<kQueue> turn;; turn.advance()) {
-    mbarrier_wait(&s.queue_empty[turn.slot()], turn.parity() ^ 1);
-    QueuedTask& task = s.queue[turn.slot()];
-    const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().compute_ticket), 1ull);
-    task.kind = kStop;
-    if (ticket < s.schedule.compute.tasks) {
-      write_task(rank, s.schedule.plan, s.schedule.compute, ticket, task);
-      look_up<Work>(rank, s.schedule.plan, task);
-      if (!wait_for_task(rank, map, counters, task)) task.kind = kStop;
+  __device__ __forceinline__ Scheduler(const Rank& rank, Shared& s, const Roles& roles)
+      : rank_(rank),
+        s_(s),
+        map_(s.schedule.plan),
+        counters_(rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters)),
+        roles_(roles) {}
+
+  __device__ __forceinline__ void run() {
+    for (Turn<kQueue> turn;; turn.advance()) {
+      mbarrier_wait(&s_.queue_empty[turn.slot()], turn.parity() ^ 1);
+      QueuedTask& task = s_.queue[turn.slot()];
+      next(task);
+      mbarrier_arrive(&s_.queue_full[turn.slot()]);
+      if (task.kind == kStop) return;
     }
-    mbarrier_arrive(&s.queue_full[turn.slot()]);
-    if (task.kind == kStop) return;
   }
-}
+
+ private:
+  // After a failure only what is shared, since the other CTA relies on it: with no rows to compute and none to tell.
+  __device__ __forceinline__ void next(QueuedTask& task) {
+    do {
+      const int64_t ticket = get_ticket();
+      if (ticket >= s_.schedule.compute.tasks) {
+        task.kind = kStop;
+        return;
+      }
+      write_task(rank_, s_.schedule.plan, s_.schedule.compute, ticket, task);
+      task.ring_row = s_.schedule.plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
+      task.chunks = 0;
+      Work::look_up(rank_, s_.schedule.plan, task);
+      share(task);
+      failed_ = failed_ || !wait_for_task(rank_, map_, counters_, task);
+    } while (failed_ && !task.shared);
+    if (failed_) task.real_rows = task.signal_count = 0;
+    stage_ = (stage_ + task.left_out + task.steps + task.chunks) % kStages;
+  }
+  __device__ __forceinline__ int64_t get_ticket() {
+    if (cluster_rank() != roles_.first) return s_.mailbox.receive(mail_, roles_.first);
+    const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank_.header().compute_ticket),
+                                     static_cast<unsigned long long>(roles_.count));
+    if (roles_.count > 1) s_.mailbox.send(mail_, 1, ticket + 1);
+    return ticket;
+  }
+  // Neighbours in a run share. Their stages must be the same ones: both begin at the first, and go on alike.
+  __device__ __forceinline__ void share(QueuedTask& task) {
+    const Run run = Work::run_of(rank_, task);
+    task.shared = roles_.count > 1 && (cluster_rank() == 0 ? run.index + 1 < run.size : run.index > 0);
+    task.left_out = task.shared && !aligned_ ? (kStages - stage_) % kStages : 0;
+    aligned_ = task.shared;
+  }
+
+  const Rank& rank_;
+  Shared& s_;
+  const CounterMap map_;
+  const int32_t* counters_;
+  const Roles roles_;
+  Turn<Mailbox::kPlaces> mail_;
+  int32_t stage_ = 0;     // at which the next task begins
+  bool aligned_ = false;  // in both CTAs it is the same
+  bool failed_ = false;
+};
 
 // Calls work(task) for every task of the queue, by a whole warp.
 template <class Step>
@@ -89,9 +178,11 @@ __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
 
 template <class Work>
 __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
-  Stages stages;
+  Loader loader;
   for_each_task(s, [&](const QueuedTask& task) {
-    if (lane_index() == 0) Work::load(rank, s, task, stages);
+    if (lane_index() != 0) return;
+    loader.begin(s.tiles, task.shared, task.left_out);
+    Work::load(rank, s, task, loader);
   });
 }
 
@@ -146,7 +237,10 @@ struct Math {
 template <class Work>
 __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
   Math math;
-  for_each_task(s, [&](const QueuedTask& task) { Work::compute(rank, s, task, math); });
+  for_each_task(s, [&](const QueuedTask& task) {
+    math.pass_steps(s, task.left_out);
+    Work::compute(rank, s, task, math);
+  });
 }
 
 // ---- The store warp.
@@ -174,6 +268,7 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   StoreSide side;
   for_each_task(s, [&](const QueuedTask& task) {
+    side.skip(task.left_out);
     Work::store(rank, s, arena, task, side);
     bulk_wait_all();
     fence_proxy_async();
@@ -185,20 +280,16 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
 
 // ---- The CTA.
 
-// What a CTA does: both, each in warps of its own, or only one.
-struct Role {
-  bool computes, communicates;
-};
-
 // When a CTA's stages are no longer used, its math warps turn to what is left of the communication list; those of a CTA
 // that only communicates do at once.
 template <class Work>
-__device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared& s, Role role) {
+__device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared& s, const Roles& roles) {
   constexpr int32_t kBarrier = 3, kUsers = (kMathWarps + 1) * 32;  // math warps and the store warp
-  const int32_t warp = thread_index() / 32;
+  const int32_t warp = thread_index() / 32, cta = cluster_rank();
+  const bool computes = roles.computes(cta);
   if (warp < kMathWarps) {
     take_registers<kMathRegisters>();
-    if (role.computes) {
+    if (computes) {
       compute<Work>(rank, s);
       named_barrier(kBarrier, kUsers);
     }
@@ -208,11 +299,11 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
   }
   give_registers<kServiceRegisters>();
   if (warp == kCommunicationWarp) {
-    if (role.communicates) communicate(rank, s.schedule, s.call, s.communication);
-  } else if (!role.computes) {
+    if (roles.communicates(cta)) communicate(rank, s.schedule, s.call, s.communication);
+  } else if (!computes) {
     return;
   } else if (warp == kSchedulerWarp) {
-    if (lane_index() == 0) schedule<Work>(rank, s);
+    if (lane_index() == 0) Scheduler<Work>(rank, s, roles).run();
   } else if (warp == kProducerWarp) {
     produce<Work>(rank, s);
   } else {
@@ -221,10 +312,18 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
   }
 }
 
-// The first CTA of a rank to arrive communicates, the second computes, so that two are enough for all to finish.
+// The first CTA of a rank communicates, the second computes, so that a pair is enough for all to finish.
 template <class R>
 __device__ __forceinline__ bool is_communication_cta(const Launch<R>& launch, int32_t order) {
   return launch.communication_ctas > 0 && order != 1 && order - (order > 1) < launch.communication_ctas;
+}
+template <class R>
+__device__ __forceinline__ Roles roles_of(const Launch<R>& launch, int32_t arrival) {
+  const int32_t order = arrival / launch.ranks_here * kPair;
+  Roles roles{0, 0, launch.communication_ctas == 0};
+  for (int32_t cta = 0; cta < kPair; ++cta) roles.count += !is_communication_cta(launch, order + cta);
+  roles.first = is_communication_cta(launch, order);
+  return roles;
 }
 
 __device__ __forceinline__ void initialise(Shared& s) {
@@ -232,6 +331,7 @@ __device__ __forceinline__ void initialise(Shared& s) {
     mbarrier_init(&s.queue_full[i], 1);
     mbarrier_init(&s.queue_empty[i], (kMathWarps + 2) * kArrivals);  // and producer and store warp
   }
+  s.mailbox.initialise();
   s.tiles.initialise();
   fence_mbarrier_init();
 }
@@ -246,13 +346,13 @@ template <class Work>
 __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch, const typename Work::Rank& rank,
                                        Shared& s) {
   __threadfence();
-  __syncthreads();
+  cluster_barrier();  // nobody needs this CTA's shared memory any more
   bool last = false;
   if (thread_index() == 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().cycles), clock64() - s.began);
     __threadfence();
-    const int32_t ranks = launch.ranks_here, ctas = (static_cast<int32_t>(gridDim.x) - s.here + ranks - 1) / ranks;
-    last = atomicAdd(&rank.header().departures, 1) == ctas - 1;
+    const int32_t ranks = launch.ranks_here, pairs = static_cast<int32_t>(gridDim.x) / kPair;
+    last = atomicAdd(&rank.header().departures, 1) == (pairs - s.here + ranks - 1) / ranks * kPair - 1;
     __threadfence();
   }
   if (!__syncthreads_or(last)) return;
@@ -267,29 +367,39 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
   }
 }
 
+// Arrival a serves rank a mod ranks, so that every rank soon has its pairs, whichever are resident. The first CTA
+// decides for both: a peer may fail at any time, and all threads must agree on whether the call goes on.
+template <class Work>
+__device__ __forceinline__ void arrive(const Launch<typename Work::Rank>& launch, Shared& s) {
+  cluster_barrier();  // both are here
+  if (thread_index() == 0 && cluster_rank() == 0) {
+    const int32_t arrival = atomicAdd(&launch.rank(0).header().arrivals, 1), here = arrival % launch.ranks_here;
+    const int32_t goes_on = !failed(launch.rank(here));
+    for (int32_t cta = 0; cta < kPair; ++cta) {
+      store_cluster(cluster_address(&s.arrival, cta), arrival);
+      store_cluster(cluster_address(&s.here, cta), here);
+      store_cluster(cluster_address(&s.goes_on, cta), goes_on);
+    }
+  }
+  cluster_barrier();
+}
+
 template <class Work>
 __device__ __forceinline__ void run(const Launch<typename Work::Rank>& launch) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  // Arrival a serves rank a mod ranks, so that every rank soon has its CTAs, whichever are resident.
   if (thread_index() == 0) {
     s.began = clock64();
-    s.arrival = atomicAdd(&launch.rank(0).header().arrivals, 1);
-    s.here = s.arrival % launch.ranks_here;
     initialise(s);
   }
-  __syncthreads();
+  arrive<Work>(launch, s);
   const typename Work::Rank& rank = launch.rank(s.here);
   if (thread_index() == 0) {
     s.call = rank.arena_header(rank.shape.rank).call + 1;
-    s.goes_on = !failed(rank);  // read once: a peer may fail at any time, and the CTA's threads must agree
     if (s.goes_on) s.schedule = *rank.template in_workspace<Schedule>(WorkspaceLayout(rank.shape).schedule);
   }
   __syncthreads();
-  if (s.goes_on) {
-    const bool communicates_only = is_communication_cta(launch, s.arrival / launch.ranks_here);
-    run_cta<Work>(rank, s, {!communicates_only, communicates_only || launch.communication_ctas == 0});
-  }
+  if (s.goes_on) run_cta<Work>(rank, s, roles_of(launch, s.arrival));
   depart<Work>(launch, rank, s);
 }
 

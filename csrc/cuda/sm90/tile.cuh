@@ -45,12 +45,14 @@ struct TileMemory {
   alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
-  uint64_t chunk_full[kStages];  // what an epilogue has left in the stage is ready to be stored
+  uint64_t other_acquired[kStages];  // the stage, by the producer of the pair's other CTA
+  uint64_t chunk_full[kStages];      // what an epilogue has left in the stage is ready to be stored
 
   __device__ void initialise() {
     for (int32_t i = 0; i < kStages; ++i) {
       mbarrier_init(&stage_full[i], 1);
       mbarrier_init(&stage_empty[i], 8 * kArrivals);  // of the math warps
+      mbarrier_init(&other_acquired[i], 1);
       mbarrier_init(&chunk_full[i], 8 * kArrivals);
     }
     for (int32_t i = 0; i < 2; ++i) {
@@ -91,6 +93,7 @@ class Stages {
   __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[turn_.slot()]; }
   // Math: what an epilogue has left in the stage is to be stored, which gives the stage back.
   __device__ __forceinline__ uint64_t* chunk_full(TileMemory& m) { return &m.chunk_full[turn_.slot()]; }
+  __device__ __forceinline__ int32_t slot() const { return turn_.slot(); }
   __device__ __forceinline__ void advance() { turn_.advance(); }
 
  private:

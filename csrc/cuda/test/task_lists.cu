@@ -58,6 +58,8 @@ void compare(const std::string& what, const Task& device, const Task& host) {
   field("blocks", device.blocks, host.blocks);
   field("expert", device.expert, host.expert);
   field("part", device.part, host.part);
+  field("place in its run", device.in_run, host.in_run);
+  field("run", device.run, host.run);
   field("number of waits", device.wait_count, host.wait_count);
   for (int32_t i = 0; i < host.wait_count; ++i) {
     field("counter " + std::to_string(i), device.waits[i].counter, host.waits[i].counter);

@@ -1,0 +1,67 @@
+// CTAs come in pairs, clusters of two, and tasks by twos: one scheduler claims two neighbours, one for each. Where both
+// multiply with the same right operand, each CTA loads half of it, into the stages of both: a third fewer bytes leave
+// the cache, and a chip that is limited by its power runs faster. Otherwise the two know nothing of each other.
+#pragma once
+
+#include "cuda/sm90/tile.cuh"
+
+namespace mok::cuda::sm90 {
+
+inline constexpr int32_t kPair = 2;
+inline constexpr int32_t kHalfColumns = kTileColumns / 2, kHalfBytes = kHalfColumns * kStepDepth * 2;
+
+// How a producer fills the stages of a product.
+class Loader {
+ public:
+  // The next task: whether the right operand is shared, and how many stages this CTA leaves out before it, so that both
+  // load into the same ones.
+  __device__ __forceinline__ void begin(TileMemory& m, bool shared, int32_t left_out) {
+    shared_ = shared;
+    for (int32_t i = 0; i < left_out; ++i) {
+      stages_.acquire(m, 0);
+      stages_.advance();
+    }
+  }
+  // One step: load_left(to, full), and load_right(half, to, full, both) for each half of the right operand's columns
+  // that this CTA loads, if `both` into both CTAs.
+  template <class LoadLeft, class LoadRight>
+  __device__ __forceinline__ void step(TileMemory& m, const LoadLeft& load_left, const LoadRight& load_right) {
+    uint8_t* stage = stages_.acquire(m, kStageBytes);
+    uint64_t* full = stages_.full(m);
+    if (shared_) {
+      const int32_t slot = stages_.slot(), own = cluster_rank();
+      mbarrier_arrive_cluster(cluster_address(&m.other_acquired[slot], own ^ 1));
+      load_left(stage, full);
+      mbarrier_wait(&m.other_acquired[slot], parities_ >> slot & 1);
+      parities_ ^= 1u << slot;
+      load_right(own, stage + kRight + own * kHalfBytes, full, true);
+    } else {
+      load_left(stage, full);
+      load_right(0, stage + kRight, full, false);
+      load_right(1, stage + kRight + kHalfBytes, full, false);
+    }
+    stages_.advance();
+  }
+  // One contiguous piece for an epilogue.
+  __device__ __forceinline__ void chunk(TileMemory& m, const void* from, uint32_t bytes) {
+    uint8_t* stage = stages_.acquire(m, bytes);
+    bulk_load(stage, from, bytes, stages_.full(m));
+    stages_.advance();
+  }
+
+ private:
+  Stages stages_;
+  bool shared_ = false;
+  uint32_t parities_ = 0;  // of other_acquired, a bit a stage
+};
+
+__device__ __forceinline__ void load_2d(void* to, const CUtensorMap* map, int32_t x, int32_t y, uint64_t* full,
+                                        bool both) {
+  both ? tensor_load_both_2d(to, map, x, y, full) : tensor_load_2d(to, map, x, y, full);
+}
+__device__ __forceinline__ void load_3d(void* to, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
+                                        uint64_t* full, bool both) {
+  both ? tensor_load_both_3d(to, map, x, y, z, full) : tensor_load_3d(to, map, x, y, z, full);
+}
+
+}  // namespace mok::cuda::sm90
