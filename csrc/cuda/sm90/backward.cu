@@ -11,6 +11,7 @@ constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: g
 static_assert(3 * kPartBytes == kStageBytes);
 constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
+constexpr int32_t kLeastSharedSteps = 16;  // of weight_grad: with fewer, to wait for each other costs more than it saves
 constexpr int32_t kRunRows = 8;  // of weight_grad tiles; a few, so that their operands are in the cache together
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
@@ -58,6 +59,7 @@ struct Backward {
   // Of weight_grad, tiles above each other.
   __device__ static __forceinline__ Run run_of(const Rank& rank, const QueuedTask& t) {
     if (t.kind != TaskKind::weight_grad) return {t.in_run, t.run};
+    if (t.steps < kLeastSharedSteps) return {0, 1};
     const WeightTile tile(rank.shape, t.part);
     return {tile.index, tile.high};
   }
