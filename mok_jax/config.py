@@ -30,7 +30,8 @@ class MoKConfig:
         tiles a worker. No effect on memory.
       comm_sms: GPU multiprocessors that only communicate; 0 puts a communication warp in every one.
         No effect on memory. GPU only.
-      reserve_sms: GPU multiprocessors left free for other kernels (NCCL). Default 0. GPU only.
+      reserve_sms: GPU multiprocessors left free for other kernels (NCCL); one more where an odd number would be left,
+        since they work in pairs. Default 0. GPU only.
       save: what the forward keeps for the backward of the rows that fit the ring:
         ``"pre_activations"`` (default; ``2*I`` values a row),
         ``"pre_activations_and_rows"`` (``2*I + H``; the rows are not fetched again) or

@@ -18,8 +18,8 @@ from mok_jax.config import MoKConfig
 
 pytestmark = pytest.mark.gpu
 
-# By EP size, local experts: one GPU to a rack.
-SIZES = {1: 16, 2: 8, 8: 3, 32: 2, 64: 1, 72: 1}
+# By EP size, local experts. A rank needs two multiprocessors: 64 are the largest power of two that one GPU runs.
+SIZES = {1: 16, 2: 8, 8: 3, 32: 2, 64: 1}
 ROUTINGS = ("uniform", "zipf", "one_expert", "one_rank", "some_absent", "all_absent", "duplicates", "bad_ids")
 
 
@@ -99,6 +99,11 @@ def test_order_of_rows_is_the_same_at_every_ep():
         ]
     assert sum(map(len, orders[1])) == case.tokens * case.K
     assert all(order == orders[1] for order in orders.values())
+
+
+def test_more_ranks_than_the_gpu_runs_at_once_are_refused():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"there are 256 virtual ranks; this device runs at most \d+"):
+        run(cases.make(shape("too many ranks", 256, 1, 256, cases.uniform), "bfloat16"), 256)
 
 
 def test_no_failure_was_reported():

@@ -62,7 +62,7 @@ RUNNERS = {
             {"host_delay_seed": seed, "host_comm_workers": 2, "host_compute_workers": 3} for seed in (1, 2, 3)
         ),
     ),
-    # A rank needs two CTAs where some only communicate: 64 ranks leave none to reserve. Timing varies by itself.
+    # A rank needs two CTAs: 64 ranks leave none to reserve. Timing varies by itself.
     "gpu": Runner(
         virtual_ranks.run,
         ep_sizes=(1, 2, 3, 4, 6, 8, 24, 36),

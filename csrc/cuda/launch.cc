@@ -214,6 +214,10 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
   int id;
   MOK_CUDA_TRY(cudaGetDevice(&id));
   Device& device = memory.devices[id];
+  if (const int32_t most = device.multiprocessors / 2; call.ranks_here > most) {
+    return "there are " + std::to_string(call.ranks_here) + " virtual ranks; this device runs at most " +
+           std::to_string(most) + " at once";
+  }
   const Arenas& arenas = device.arenas[call.ranks_here];
   std::vector<R> many(call.ranks_here);
   for (int32_t i = 0; i < call.ranks_here; ++i) {

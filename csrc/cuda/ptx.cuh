@@ -43,8 +43,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, uint32_t b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");
 }
-// Blocks until the phase of this parity has completed. Only for barriers that this CTA itself is certain to complete;
-// waits on other CTAs are bounded (see progress.cuh).
+// Blocks until the phase of this parity has completed. Only for barriers that this CTA itself, or with it the other CTA
+// of its pair, is certain to complete; waits on any others are bounded (see progress.cuh).
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
   asm volatile(
       "{\n"

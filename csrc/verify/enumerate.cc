@@ -136,10 +136,29 @@ std::string JointProgram::find_wrong_task() const {
       }
     }
   }
+  if (const std::string wrong = find_wrong_run(); !wrong.empty()) return wrong;
   int64_t expected = 0;
   for (const auto& r : ranks_) expected += expected_tasks(*r);
   if (expected == static_cast<int64_t>(nodes_.size())) return {};
   return std::to_string(nodes_.size()) + " tasks where " + std::to_string(expected) + " are to be done";
+}
+
+// A run is one tile of weights for some blocks: neighbours in the list.
+std::string JointProgram::find_wrong_run() const {
+  const auto what = [](const Task& t) { return std::tuple(t.kind, t.macrobatch, t.expert, t.part, t.run); };
+  for (size_t list = 0; list + 1 < list_begin_.size(); ++list) {
+    for (int32_t i = list_begin_[list]; i < list_begin_[list + 1]; ++i) {
+      const Task& t = nodes_[i].task;
+      const int32_t first = i - t.in_run, end = first + t.run;
+      const bool inside =
+          t.in_run >= 0 && t.in_run < t.run && first >= list_begin_[list] && end <= list_begin_[list + 1];
+      if (!inside) return "its run is not all in its list: " + describe(i);
+      if (t.in_run > 0 && (what(nodes_[i - 1].task) != what(t) || nodes_[i - 1].task.in_run != t.in_run - 1)) {
+        return "not of the run of the one before: " + describe(i);
+      }
+    }
+  }
+  return {};
 }
 
 namespace {
@@ -153,7 +172,10 @@ using Cta = std::vector<Worker>;
 class Runner {
  public:
   Runner(const JointProgram& program, const Machine& machine)
-      : program_(program), random_(machine.seed), value_(program.counters()) {
+      : program_(program),
+        random_(machine.seed),
+        value_(program.counters()),
+        runs_go_together_(machine.runs_go_together) {
     for (int32_t rank = 0; rank < static_cast<int32_t>(program.ranks().size()); ++rank) {
       const int32_t communication = 2 * rank, compute = communication + 1;
       next_.push_back(program.list(communication).begin);
@@ -201,13 +223,17 @@ class Runner {
       worker.claimed = next_[worker.list]++;
     }
     const Node& node = program_.nodes()[worker.claimed];
-    for (const Wait& wait : node.waits) {
-      if (value_[wait.counter] < wait.target) return false;
-    }
+    if (!ready(node)) return false;
+    const bool next_in_run = node.task.in_run + 1 < node.task.run;
+    if (runs_go_together_ && next_in_run && !ready(program_.nodes()[worker.claimed + 1])) return false;
     for (const Signal& signal : node.signals) value_[signal.counter] += signal.amount;
     run_.order.push_back(worker.claimed);
     worker.claimed = -1;
     return true;
+  }
+
+  bool ready(const Node& node) const {
+    return std::ranges::all_of(node.waits, [&](const Wait& wait) { return value_[wait.counter] >= wait.target; });
   }
 
   std::string describe_wait(int32_t node) const {
@@ -224,6 +250,7 @@ class Runner {
   std::minstd_rand random_;
   std::vector<int32_t> value_, next_;
   std::vector<Cta> ctas_;
+  const bool runs_go_together_;
   Run run_;
 };
 

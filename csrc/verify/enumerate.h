@@ -65,13 +65,15 @@ class JointProgram {
   std::string describe(int32_t node) const;
   std::string describe_counter(int32_t counter) const;
 
-  // Nothing, or which task is missing, there twice, or waits for more than all signals together.
+  // Nothing, or which task is missing, there twice, in a run of other tasks, or waits for more than all signals
+  // together.
   std::string find_wrong_task() const;
 
  private:
   void add_list(int32_t rank, const TaskList& list);
   Node make_node(int32_t rank, const Task& task) const;
   int64_t expected_tasks(const RankPlan& r) const;
+  std::string find_wrong_run() const;
 
   Case case_;
   std::vector<std::unique_ptr<RankPlan>> ranks_;
@@ -81,11 +83,13 @@ class JointProgram {
 
 // Who runs the lists. Dedicated: every CTA is a worker of one list. Shared: every CTA holds a worker of each, and
 // neither of the two keeps the other from going on. A worker claims its list's next task and runs it once its waits are
-// met. The seed sets whose turn it is.
+// met. The seed sets whose turn it is. Where runs go together, a task waits for what the next one of its run waits for,
+// too: CTAs that come in pairs do some of that, since neither of two that share an operand gets far without the other.
 struct Machine {
   bool shared = false;
   int32_t communication_workers = 1, compute_workers = 1;  // of a rank; as many CTAs, where shared, as the larger
   uint64_t seed = 0;
+  bool runs_go_together = false;
 };
 
 struct Run {

@@ -68,11 +68,12 @@ std::string list_of(const Values& values) {
 }
 std::string quoted(const std::string& text) { return "\"" + text + "\""; }
 
-// The hardest machine and the one that the case names; then everything that can be said about the order.
+// The hardest machines and the one that the case names; then everything that can be said about the order.
 std::string find_error(const JointProgram& program, const Machine& machine) {
   if (const std::string wrong = program.find_wrong_task(); !wrong.empty()) return wrong;
   const Run hardest = run(program, {machine.shared, 1, 1, machine.seed});
-  for (const Run& r : {hardest, run(program, machine)}) {
+  const Run in_pairs = run(program, {machine.shared, 1, 1, machine.seed, true});
+  for (const Run& r : {hardest, in_pairs, run(program, machine)}) {
     if (!r.deadlock.empty()) return "deadlock: " + r.deadlock;
     if (r.order.size() != program.nodes().size()) return "a list ended early";
   }

@@ -11,8 +11,9 @@ constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: g
 static_assert(3 * kPartBytes == kStageBytes);
 constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
-constexpr int32_t kLeastSharedSteps = 16;  // of weight_grad: with fewer, to wait for each other costs more than it saves
-constexpr int32_t kRunRows = 8;  // of weight_grad tiles; a few, so that their operands are in the cache together
+// Of weight_grad. With fewer steps, to wait for each other costs more than it saves; tiles above each other are a run,
+// but not too many, so that their operands are in the cache together.
+constexpr int32_t kLeastSharedSteps = 16, kRunRows = 8;
 
 // Which matrix's gradient a weight_grad task computes, and which tile of it.
 struct WeightTile {
