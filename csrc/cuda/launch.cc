@@ -214,6 +214,8 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
   int id;
   MOK_CUDA_TRY(cudaGetDevice(&id));
   Device& device = memory.devices[id];
+  // All must be resident at once, each on a pair of multiprocessors that are neighbours on the chip, as all of them
+  // are.
   if (const int32_t most = device.multiprocessors / 2; call.ranks_here > most) {
     return "there are " + std::to_string(call.ranks_here) + " virtual ranks; this device runs at most " +
            std::to_string(most) + " at once";

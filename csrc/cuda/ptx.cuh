@@ -32,7 +32,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t count) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, uint32_t count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
 }
-// Makes initialised barriers visible to the asynchronous proxy.
+// Makes initialised barriers visible to the asynchronous proxy and to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -80,8 +80,8 @@ __device__ __forceinline__ void store_cluster(uint32_t address, int64_t v) {
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// At a barrier of any CTA of the cluster. The plain form orders what the asynchronous proxy does; the other one this
-// thread's accesses, too, and costs more.
+// At a barrier of any CTA of the cluster. The second form also orders this thread's accesses for that CTA, and costs
+// more.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }

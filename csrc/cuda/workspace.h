@@ -57,7 +57,7 @@ struct WorkspaceHeader {
   int64_t cycles;   // of the layer kernel's CTAs that have ended
   int32_t barrier;  // of the schedule kernel's CTAs
   int32_t valid_slots, bad_tokens;
-  int32_t arrivals, departures;  // of the layer kernel's CTAs
+  int32_t arrivals, departures;  // of the layer kernel's pairs of CTAs; of its CTAs
 };
 
 struct WorkspaceLayout {

@@ -96,8 +96,9 @@ struct Task {
   int32_t blocks;  // row blocks that it covers
   int32_t expert;  // local; -1 for reduce
   int32_t part;    // which tile or pull of the block or piece; which group of columns for notify and reduce
-  int32_t in_run,
-      run;  // its place among the neighbours in its list that multiply with the same tile of weights; of how many
+  // Its place among neighbours in the list that multiply with the same tile of weights, and how many these are. Not of
+  // weight_grad, whose tiles' places only an executor knows; all of a piece's wait for the same.
+  int32_t in_run, run;
   int32_t wait_count, signal_count;
   Wait waits[1 + kColumnGroups];
   int32_t signals[2];  // each grows by 1. notify instead adds the block's rows to `arrived` of their source ranks

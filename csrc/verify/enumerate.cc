@@ -143,9 +143,12 @@ std::string JointProgram::find_wrong_task() const {
   return std::to_string(nodes_.size()) + " tasks where " + std::to_string(expected) + " are to be done";
 }
 
-// A run is one tile of weights for some blocks: neighbours in the list.
+// A run is one tile of weights for some blocks: neighbours in the list, each of which knows its place, since two that
+// share an operand must agree on it.
 std::string JointProgram::find_wrong_run() const {
-  const auto what = [](const Task& t) { return std::tuple(t.kind, t.macrobatch, t.expert, t.part, t.run); };
+  const auto run_of = [](const Task& t, int32_t in_run) {
+    return std::tuple(t.kind, t.macrobatch, t.expert, t.part, t.run, in_run);
+  };
   for (size_t list = 0; list + 1 < list_begin_.size(); ++list) {
     for (int32_t i = list_begin_[list]; i < list_begin_[list + 1]; ++i) {
       const Task& t = nodes_[i].task;
@@ -153,8 +156,9 @@ std::string JointProgram::find_wrong_run() const {
       const bool inside =
           t.in_run >= 0 && t.in_run < t.run && first >= list_begin_[list] && end <= list_begin_[list + 1];
       if (!inside) return "its run is not all in its list: " + describe(i);
-      if (t.in_run > 0 && (what(nodes_[i - 1].task) != what(t) || nodes_[i - 1].task.in_run != t.in_run - 1)) {
-        return "not of the run of the one before: " + describe(i);
+      for (int32_t other = first; other < end; ++other) {
+        const Task& o = nodes_[other].task;
+        if (run_of(o, o.in_run) != run_of(t, other - first)) return "does not agree on the run of " + describe(i);
       }
     }
   }
@@ -199,7 +203,7 @@ class Runner {
     }
     for (const Cta& cta : ctas_) {
       for (const Worker& worker : cta) {
-        if (worker.claimed >= 0 && run_.deadlock.empty()) run_.deadlock = describe_wait(worker.claimed);
+        if (worker.claimed >= 0 && run_.deadlock.empty()) run_.deadlock = describe_wait(unready(worker.claimed));
       }
     }
     return std::move(run_);
@@ -223,17 +227,22 @@ class Runner {
       worker.claimed = next_[worker.list]++;
     }
     const Node& node = program_.nodes()[worker.claimed];
-    if (!ready(node)) return false;
-    const bool next_in_run = node.task.in_run + 1 < node.task.run;
-    if (runs_go_together_ && next_in_run && !ready(program_.nodes()[worker.claimed + 1])) return false;
+    if (unready(worker.claimed) >= 0) return false;
     for (const Signal& signal : node.signals) value_[signal.counter] += signal.amount;
     run_.order.push_back(worker.claimed);
     worker.claimed = -1;
     return true;
   }
 
-  bool ready(const Node& node) const {
-    return std::ranges::all_of(node.waits, [&](const Wait& wait) { return value_[wait.counter] >= wait.target; });
+  // Of the node, and perhaps the next one of its run, the one that has to wait; or -1.
+  int32_t unready(int32_t node) const {
+    const auto ready = [this](const Node& n) {
+      return std::ranges::all_of(n.waits, [this](const Wait& wait) { return value_[wait.counter] >= wait.target; });
+    };
+    const Task& t = program_.nodes()[node].task;
+    if (!ready(program_.nodes()[node])) return node;
+    if (runs_go_together_ && t.in_run + 1 < t.run && !ready(program_.nodes()[node + 1])) return node + 1;
+    return -1;
   }
 
   std::string describe_wait(int32_t node) const {

@@ -58,7 +58,7 @@ struct Backward {
   }
 
   // Of weight_grad, tiles above each other.
-  __device__ static __forceinline__ Run run_of(const Rank& rank, const QueuedTask& t) {
+  __device__ static __forceinline__ PlaceInRun place_in_run(const Rank& rank, const QueuedTask& t) {
     if (t.kind != TaskKind::weight_grad) return {t.in_run, t.run};
     if (t.steps < kLeastSharedSteps) return {0, 1};
     const WeightTile tile(rank.shape, t.part);
@@ -237,7 +237,7 @@ struct Backward {
         : a(load_shared_f32(parked)), b(load_shared_f32(parked + kParkedPitch)) {}
   };
 
-  // The hidden's gradient back through SwiGLU, in chunks of 64 columns, each two stages: gate becomes dgate, up becomes
+  // The hidden's gradient back through SwiGLU, in chunks of 64 columns, a stage each: gate becomes dgate, up becomes
   // dup, and the weighted hidden is third. Accumulators wait in the staging area, half of them at a time, so that the
   // chunks can be a loop: unrolled over registers it is 75 KB of instructions, and fetching those takes longer than
   // running them.
@@ -415,7 +415,8 @@ struct Backward {
     side.advance();
   }
 
-  // One lane stores each chunk's three parts and gives its stages back for the math warps.
+  // One lane stores each chunk's three parts and gives its stage back for the math warps. A task without rows, after a
+  // failure, has waited for nothing: others may still read what is in its place.
   __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const QueuedTask& t,
                                                       StoreSide& side) {
     const auto give_back = [&](int32_t slot) { mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps * kArrivals); };
@@ -424,9 +425,11 @@ struct Backward {
       const int32_t slot = side.wait_chunk(s.tiles, t.steps + chunk);
       const uint8_t* stage = s.tiles.stages[slot];
       const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
-      tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, t.ring_row);
-      tensor_store_3d(&rank.gate_up_grads_128, stage + kPartBytes, column, 1, t.ring_row);
-      tensor_store_2d(&rank.hidden_128, stage + 2 * kPartBytes, column, t.ring_row);
+      if (t.real_rows > 0) {
+        tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, t.ring_row);
+        tensor_store_3d(&rank.gate_up_grads_128, stage + kPartBytes, column, 1, t.ring_row);
+        tensor_store_2d(&rank.hidden_128, stage + 2 * kPartBytes, column, t.ring_row);
+      }
       bulk_commit();
       if (previous >= 0) {
         bulk_wait_read<1>();

@@ -13,7 +13,9 @@ struct Forward {
     t.real_rows = plan.real_rows(t.block);
   }
 
-  __device__ static __forceinline__ Run run_of(const Rank&, const QueuedTask& t) { return {t.in_run, t.run}; }
+  __device__ static __forceinline__ PlaceInRun place_in_run(const Rank&, const QueuedTask& t) {
+    return {t.in_run, t.run};
+  }
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     t.kind == TaskKind::gate_up ? load_gate_up(rank, s, t, loader) : load_down(rank, s, t, loader);

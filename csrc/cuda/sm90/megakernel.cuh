@@ -4,7 +4,7 @@
 // the order in which pairs arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
 //   look_up(rank, plan, task)          fills in what a QueuedTask knows
-//   run_of(rank, task)                 the run of neighbours with the same right operand and as many steps
+//   place_in_run(rank, task)           among neighbours with the same right operand and as many steps
 //   load(rank, s, task, loader)        loads the stages; by one lane
 //   compute(rank, s, task, math)       by all math warps
 //   store(rank, s, arena, task, side)  by the store warp
@@ -35,32 +35,32 @@ struct Mailbox {
       mbarrier_init(&received[i], 1);
     }
   }
-  __device__ __forceinline__ void send(Turn<kPlaces>& turn, int32_t to, int64_t ticket) {
+  __device__ __forceinline__ void send(Turn<kPlaces>& turn, int64_t ticket) {
     const int32_t place = turn.slot();
     mbarrier_acquire_cluster(&received[place], turn.parity() ^ 1);
-    store_cluster(cluster_address(&tickets[place], to), ticket);
-    mbarrier_release_cluster(cluster_address(&sent[place], to));
+    store_cluster(cluster_address(&tickets[place], 1), ticket);
+    mbarrier_release_cluster(cluster_address(&sent[place], 1));
     turn.advance();
   }
-  __device__ __forceinline__ int64_t receive(Turn<kPlaces>& turn, int32_t from) {
+  __device__ __forceinline__ int64_t receive(Turn<kPlaces>& turn) {
     const int32_t place = turn.slot();
     mbarrier_acquire_cluster(&sent[place], turn.parity());
     const int64_t ticket = *static_cast<volatile int64_t*>(&tickets[place]);
-    mbarrier_release_cluster(cluster_address(&received[place], from));
+    mbarrier_release_cluster(cluster_address(&received[place], 0));
     turn.advance();
     return ticket;
   }
 };
 
-// Neighbouring tasks that multiply with the same right operand, and which of them.
-struct Run {
+// Which of how many neighbouring tasks that multiply with the same right operand.
+struct PlaceInRun {
   int32_t index, size;
 };
 
 // A task with all that its CTA's warps need to know of the plan, so that none of them stops to look.
 struct QueuedTask : Task {
   int32_t ring_row;     // of its (first) block
-  int32_t real_rows;    // of its block; not of a piece (weight_grad)
+  int32_t real_rows;    // of its block; not of a piece (weight_grad); 0 after a failure
   int32_t steps;        // of its product; a stage each
   int32_t chunks;       // stages after them, for its epilogue
   int32_t left_out;     // stages before it
@@ -117,7 +117,9 @@ class Scheduler {
   }
 
  private:
-  // After a failure only what is shared, since the other CTA relies on it: with no rows to compute and none to tell.
+  // After a failure only what is shared, since the other CTA relies on its loads. Such a task has waited for nothing
+  // and signals nothing; it has no rows, so nothing of it leaves the CTA but a weight gradient, which is made NaN
+  // later.
   __device__ __forceinline__ void next(QueuedTask& task) {
     do {
       const int64_t ticket = get_ticket();
@@ -136,16 +138,16 @@ class Scheduler {
     stage_ = (stage_ + task.left_out + task.steps + task.chunks) % kStages;
   }
   __device__ __forceinline__ int64_t get_ticket() {
-    if (cluster_rank() != roles_.first) return s_.mailbox.receive(mail_, roles_.first);
+    if (cluster_rank() != roles_.first) return s_.mailbox.receive(mail_);
     const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank_.header().compute_ticket),
                                      static_cast<unsigned long long>(roles_.count));
-    if (roles_.count > 1) s_.mailbox.send(mail_, 1, ticket + 1);
+    if (roles_.count > 1) s_.mailbox.send(mail_, ticket + 1);
     return ticket;
   }
   // Neighbours in a run share. Their stages must be the same ones: both begin at the first, and go on alike.
   __device__ __forceinline__ void share(QueuedTask& task) {
-    const Run run = Work::run_of(rank_, task);
-    task.shared = roles_.count > 1 && (cluster_rank() == 0 ? run.index + 1 < run.size : run.index > 0);
+    const PlaceInRun at = Work::place_in_run(rank_, task);
+    task.shared = roles_.count > 1 && (cluster_rank() == 0 ? at.index + 1 < at.size : at.index > 0);
     task.left_out = task.shared && !aligned_ ? (kStages - stage_) % kStages : 0;
     aligned_ = task.shared;
   }

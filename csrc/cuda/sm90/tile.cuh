@@ -2,7 +2,8 @@
 // warpgroups of 64 rows each, and a staging area a warpgroup between these and the store warp.
 //
 // A step of a product is 64 deep and takes a stage: the copy engine is limited by instructions (about 100 cycles each)
-// and by requests (128 bytes at most), so boxes are as large as they can be. Epilogues use stages as well.
+// and by requests (128 bytes at most), so boxes are as large as a pair's halves of an operand allow (pair.cuh).
+// Epilogues use stages as well.
 #pragma once
 
 #include "cuda/params.h"

@@ -50,7 +50,7 @@ struct Product {
   bf16* pushed;      // [kTiles, kRows, kTileColumns]
 };
 
-// Boxes of one step, as the kernels load them for this layout.
+// Boxes of one step for this layout: what the kernels load, in as few boxes as it takes.
 template <Layout layout>
 __device__ void load_step(const Product& p, TileMemory& m, int32_t step, Stages& stages) {
   uint8_t* stage = stages.acquire(m, kStageBytes);
