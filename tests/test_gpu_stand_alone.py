@@ -13,7 +13,7 @@ STEPS = {
     "reserved": {"ranks": "1,4", "comm-ctas": "0,1", "reserve": 116, "repeats": 5, "poison": 1},
     "rack": {"ranks": "1,64", "tokens": 384, "experts": 64, "comm-ctas": "0,1", "ring-rows": "128,0", "poison": 1},
     "master-weights": {"ranks": "1,2", "f32-grads": 1, "save": "0,1", "poison": 1},
-    "wide": {"ranks": "1,2", "hidden": 1408, "intermediate": 2880, "tokens": 1000, "ring-rows": "512,0", "poison": 1},
+    "wide": {"ranks": "1,2", "hidden": 1408, "intermediate": 2880, "tokens": 1200, "ring-rows": "512,0", "poison": 1},
     "narrow": {"ranks": "1,2", "hidden": 8, "intermediate": 16, "poison": 1},
 }
 
