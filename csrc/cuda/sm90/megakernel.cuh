@@ -23,35 +23,6 @@ inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
 
-// Where a pair's second CTA gets its tickets from the first one.
-struct Mailbox {
-  static constexpr int32_t kPlaces = 2;  // few: what the first CTA has claimed for the second one, nobody else can have
-  int64_t tickets[kPlaces];
-  uint64_t sent[kPlaces], received[kPlaces];  // the receiver's; the sender's
-
-  __device__ void initialise() {
-    for (int32_t i = 0; i < kPlaces; ++i) {
-      mbarrier_init(&sent[i], 1);
-      mbarrier_init(&received[i], 1);
-    }
-  }
-  __device__ __forceinline__ void send(Turn<kPlaces>& turn, int64_t ticket) {
-    const int32_t place = turn.slot();
-    mbarrier_acquire_cluster(&received[place], turn.parity() ^ 1);
-    store_cluster(cluster_address(&tickets[place], 1), ticket);
-    mbarrier_release_cluster(cluster_address(&sent[place], 1));
-    turn.advance();
-  }
-  __device__ __forceinline__ int64_t receive(Turn<kPlaces>& turn) {
-    const int32_t place = turn.slot();
-    mbarrier_acquire_cluster(&sent[place], turn.parity());
-    const int64_t ticket = *static_cast<volatile int64_t*>(&tickets[place]);
-    mbarrier_release_cluster(cluster_address(&received[place], 0));
-    turn.advance();
-    return ticket;
-  }
-};
-
 // Which of how many neighbouring tasks that multiply with the same right operand.
 struct PlaceInRun {
   int32_t index, size;
@@ -82,15 +53,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 232448);
 static_assert(kMathWarps * sizeof(CommunicationBuffer) <= sizeof(TileMemory::stages));
-
-// What a pair does: which of its CTAs compute, each in warps of its own beside a communication warp or alone.
-struct Roles {
-  int32_t first, count;  // CTAs [first, first + count) compute
-  bool all_communicate;  // or only those that do not compute
-
-  __device__ __forceinline__ bool computes(int32_t cta) const { return cta >= first && cta < first + count; }
-  __device__ __forceinline__ bool communicates(int32_t cta) const { return all_communicate || !computes(cta); }
-};
 
 // ---- The scheduler: one lane. Tasks that it has got wait in order; only their loads wait for them.
 
@@ -312,20 +274,6 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
     store<Work>(rank, s);
     named_barrier(kBarrier, kUsers);
   }
-}
-
-// The first CTA of a rank communicates, the second computes, so that a pair is enough for all to finish.
-template <class R>
-__device__ __forceinline__ bool is_communication_cta(const Launch<R>& launch, int32_t order) {
-  return launch.communication_ctas > 0 && order != 1 && order - (order > 1) < launch.communication_ctas;
-}
-template <class R>
-__device__ __forceinline__ Roles roles_of(const Launch<R>& launch, int32_t arrival) {
-  const int32_t order = arrival / launch.ranks_here * kPair;
-  Roles roles{0, 0, launch.communication_ctas == 0};
-  for (int32_t cta = 0; cta < kPair; ++cta) roles.count += !is_communication_cta(launch, order + cta);
-  roles.first = is_communication_cta(launch, order);
-  return roles;
 }
 
 __device__ __forceinline__ void initialise(Shared& s) {

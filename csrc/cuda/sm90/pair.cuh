@@ -1,4 +1,4 @@
-// CTAs come in pairs, clusters of two, and tasks by twos: one scheduler claims two neighbours, one for each. Where both
+// CTAs come in pairs, clusters of two, and tasks by twos: the first CTA claims two neighbours, one for each. Where both
 // multiply with the same right operand, each CTA loads half of it, into the stages of both: a third fewer bytes leave
 // the cache, and a chip that is limited by its power runs faster. Otherwise the two know nothing of each other.
 #pragma once
@@ -9,6 +9,58 @@ namespace mok::cuda::sm90 {
 
 inline constexpr int32_t kPair = 2;
 inline constexpr int32_t kHalfColumns = kTileColumns / 2, kHalfBytes = kHalfColumns * kStepDepth * 2;
+
+// What a pair does: which of its CTAs compute, each in warps of its own beside a communication warp or alone.
+struct Roles {
+  int32_t first, count;  // CTAs [first, first + count) compute
+  bool all_communicate;  // or only those that do not compute
+
+  __device__ __forceinline__ bool computes(int32_t cta) const { return cta >= first && cta < first + count; }
+  __device__ __forceinline__ bool communicates(int32_t cta) const { return all_communicate || !computes(cta); }
+};
+
+// The first CTA of a rank communicates, the second computes, so that a pair is enough for all to finish.
+template <class R>
+__device__ __forceinline__ bool is_communication_cta(const Launch<R>& launch, int32_t order) {
+  return launch.communication_ctas > 0 && order != 1 && order - (order > 1) < launch.communication_ctas;
+}
+template <class R>
+__device__ __forceinline__ Roles roles_of(const Launch<R>& launch, int32_t arrival) {
+  const int32_t order = arrival / launch.ranks_here * kPair;
+  Roles roles{0, 0, launch.communication_ctas == 0};
+  for (int32_t cta = 0; cta < kPair; ++cta) roles.count += !is_communication_cta(launch, order + cta);
+  roles.first = is_communication_cta(launch, order);
+  return roles;
+}
+
+// Where a pair's second CTA gets its tickets from the first one.
+struct Mailbox {
+  static constexpr int32_t kPlaces = 2;  // few: what the first CTA has claimed for the second one, nobody else can have
+  int64_t tickets[kPlaces];
+  uint64_t sent[kPlaces], received[kPlaces];  // the receiver's; the sender's
+
+  __device__ void initialise() {
+    for (int32_t i = 0; i < kPlaces; ++i) {
+      mbarrier_init(&sent[i], 1);
+      mbarrier_init(&received[i], 1);
+    }
+  }
+  __device__ __forceinline__ void send(Turn<kPlaces>& turn, int64_t ticket) {
+    const int32_t place = turn.slot();
+    mbarrier_acquire_cluster(&received[place], turn.parity() ^ 1);
+    store_cluster(cluster_address(&tickets[place], 1), ticket);
+    mbarrier_release_cluster(cluster_address(&sent[place], 1));
+    turn.advance();
+  }
+  __device__ __forceinline__ int64_t receive(Turn<kPlaces>& turn) {
+    const int32_t place = turn.slot();
+    mbarrier_acquire_cluster(&sent[place], turn.parity());
+    const int64_t ticket = *static_cast<volatile int64_t*>(&tickets[place]);
+    mbarrier_release_cluster(cluster_address(&received[place], 0));
+    turn.advance();
+    return ticket;
+  }
+};
 
 // How a producer fills the stages of a product.
 class Loader {
