@@ -339,31 +339,37 @@ def time_matched(
     run: Run, programs: dict[str, Program], *, overlapped: bool
 ) -> tuple[dict[str, Timed], dict[str, str]]:
     """Bursts of each program between two of the ceiling that last as long; and failures."""
-    timed, failures = {}, {}
-    for name, program in programs.items():
-        try:
-            (own, ceilings), cycles = count_cycles(
-                program, functools.partial(measure.matched, program, run.ceiling, overlapped=overlapped)
-            )
-            timed[name] = Timed(own, measure.join(ceilings), measure.drift(ceilings), cycles)
-        except Exception as error:
-            failures[name] = describe_error(error)
-    return timed, failures
+
+    def measure_one(program: Program) -> tuple[measure.Timing, measure.Timing, float]:
+        own, ceilings = measure.matched(program, run.ceiling, overlapped=overlapped)
+        return own, measure.join(ceilings), measure.drift(ceilings)
+
+    return time_each(programs, measure_one)
 
 
 def time_sustained(
     run: Run, programs: dict[str, Program], *, overlapped: bool
 ) -> tuple[dict[str, Timed], dict[str, str]]:
     """Each program in turn with the ceiling, on a machine that stays loaded; and failures."""
-    timed, failures = {}, {}
+
+    def measure_one(program: Program) -> tuple[measure.Timing, measure.Timing, float]:
+        own, ceiling = measure.sustained(program, run.ceiling, overlapped=overlapped)
+        return own, ceiling, measure.trend(ceiling)
+
     if programs:
         measure.load(run.ceiling, measure.LOAD_S, overlapped=overlapped)
+    return time_each(programs, measure_one)
+
+
+def time_each(
+    programs: dict[str, Program], measure_one: Callable[[Program], tuple[measure.Timing, measure.Timing, float]]
+) -> tuple[dict[str, Timed], dict[str, str]]:
+    """Each program beside a ceiling: ``measure_one`` returns both, and how much the ceiling moved; and failures."""
+    timed, failures = {}, {}
     for name, program in programs.items():
         try:
-            (own, ceiling), cycles = count_cycles(
-                program, functools.partial(measure.sustained, program, run.ceiling, overlapped=overlapped)
-            )
-            timed[name] = Timed(own, ceiling, measure.trend(ceiling), cycles)
+            (own, ceiling, drift), cycles = count_cycles(program, functools.partial(measure_one, program))
+            timed[name] = Timed(own, ceiling, drift, cycles)
         except Exception as error:
             failures[name] = describe_error(error)
     return timed, failures

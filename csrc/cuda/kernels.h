@@ -10,6 +10,7 @@ int64_t schedule_shared_bytes(const Shape& shape);
 int32_t schedule_threads();
 
 namespace sm90 {
+inline constexpr int32_t kPair = 2;  // CTAs of the layer kernels' clusters
 const void* forward_kernel();
 const void* backward_kernel();
 int64_t shared_bytes();

@@ -214,9 +214,8 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
   int id;
   MOK_CUDA_TRY(cudaGetDevice(&id));
   Device& device = memory.devices[id];
-  // All must be resident at once, each on a pair of multiprocessors that are neighbours on the chip, as all of them
-  // are.
-  if (const int32_t most = device.multiprocessors / 2; call.ranks_here > most) {
+  // All must be resident at once. Each takes a pair of multiprocessors that lie together, as all of a whole chip do.
+  if (const int32_t most = device.multiprocessors / sm90::kPair; call.ranks_here > most) {
     return "there are " + std::to_string(call.ranks_here) + " virtual ranks; this device runs at most " +
            std::to_string(most) + " at once";
   }
@@ -239,8 +238,9 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
                                  arguments, stream)) {
     return error;
   }
-  // CTAs come in pairs; two are enough for a rank to finish, whatever its roles.
-  const int32_t grid = std::max(2 * call.ranks_here, (device.multiprocessors - call.reserved_sms) / 2 * 2);
+  // A pair is enough for a rank to finish, whatever its roles.
+  const int32_t pairs = std::max(call.ranks_here, (device.multiprocessors - call.reserved_sms) / sm90::kPair);
+  const int32_t grid = pairs * sm90::kPair;
   return launch_kernel(layer_kernel, grid, sm90::threads(), sm90::shared_bytes(), arguments, stream);
 }
 

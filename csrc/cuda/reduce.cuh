@@ -125,7 +125,8 @@ struct SlotTerms {
       const uint32_t held = stream.wait();
       if (present & 1) {
 #pragma unroll
-        for (int32_t v = 0; v < kSlotVectors; ++v) sums[v].add_scaled(load_shared(held + v * 512), scale);
+        for (int32_t v = 0; v < kSlotVectors; ++v)
+          sums[v].add_scaled(load_shared(held + v * Pieces::kVectorBytes), scale);
       }
       stream.load_next(b);
     }
@@ -153,7 +154,8 @@ __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces
       bf16* out = b.out + token * b.h + own;
 #pragma unroll
       for (int32_t v = 0; v < kSlotVectors; ++v) {
-        if (own + v * 256 < b.width) *reinterpret_cast<uint4*>(out + v * 256) = sums[v].rounded();
+        const int32_t offset = v * (Pieces::kVectorBytes / 2);
+        if (own + offset < b.width) *reinterpret_cast<uint4*>(out + offset) = sums[v].rounded();
       }
     }
   }

@@ -143,22 +143,20 @@ std::string JointProgram::find_wrong_task() const {
   return std::to_string(nodes_.size()) + " tasks where " + std::to_string(expected) + " are to be done";
 }
 
-// A run is one tile of weights for some blocks: neighbours in the list, each of which knows its place, since two that
-// share an operand must agree on it.
+// A list is one run after the other, each one tile of weights for some blocks, and all tasks know their places: two
+// that share an operand must agree on it.
 std::string JointProgram::find_wrong_run() const {
   const auto run_of = [](const Task& t, int32_t in_run) {
     return std::tuple(t.kind, t.macrobatch, t.expert, t.part, t.run, in_run);
   };
   for (size_t list = 0; list + 1 < list_begin_.size(); ++list) {
-    for (int32_t i = list_begin_[list]; i < list_begin_[list + 1]; ++i) {
-      const Task& t = nodes_[i].task;
-      const int32_t first = i - t.in_run, end = first + t.run;
-      const bool inside =
-          t.in_run >= 0 && t.in_run < t.run && first >= list_begin_[list] && end <= list_begin_[list + 1];
-      if (!inside) return "its run is not all in its list: " + describe(i);
-      for (int32_t other = first; other < end; ++other) {
-        const Task& o = nodes_[other].task;
-        if (run_of(o, o.in_run) != run_of(t, other - first)) return "does not agree on the run of " + describe(i);
+    for (int32_t begin = list_begin_[list], end; begin < list_begin_[list + 1]; begin = end) {
+      const Task& first = nodes_[begin].task;
+      end = begin + first.run;
+      if (first.run < 1 || end > list_begin_[list + 1]) return "its run is not all in its list: " + describe(begin);
+      for (int32_t i = begin; i < end; ++i) {
+        const Task& t = nodes_[i].task;
+        if (run_of(t, t.in_run) != run_of(first, i - begin)) return "not where its run has it: " + describe(i);
       }
     }
   }

@@ -1,7 +1,5 @@
 // Answers questions about csrc/moe over a pipe, for tests in Python: one question a line, words apart by spaces, and
-// one line of JSON back. Shapes are `ranks tokens top_k local_experts ring_blocks minibatch_blocks`; tiles are `gate_up
-// down hidden_grad row_grad weight_grad down_groups`; a direction is 0 forward, 1 backward; ids are of all ranks in
-// turn.
+// one line of JSON back. Shapes, tiles, directions and ids as in words.h.
 //
 //   enumerate direction save SHAPE TILES shared communication_workers compute_workers seed IDS
 //   mutate    direction save SHAPE TILES IDS
@@ -11,54 +9,15 @@
 //   arena     SHAPE hidden item_bytes         -> byte offsets
 //   ticket    direction communication ticket TILES ring_blocks minibatch_blocks EXPERT_ROWS -> one task of one rank
 #include <iostream>
-#include <iterator>
 #include <sstream>
 
 #include "moe/arena.h"
 #include "verify/mutate.h"
 #include "verify/order.h"
+#include "verify/words.h"
 
 namespace mok::verify {
 namespace {
-
-int64_t next(std::istream& in) {
-  int64_t value = 0;
-  in >> value;
-  return value;
-}
-int32_t next_int(std::istream& in) { return static_cast<int32_t>(next(in)); }
-
-std::vector<int32_t> rest(std::istream& in) { return {std::istream_iterator<int32_t>(in), {}}; }
-
-Shape read_shape(std::istream& in) {
-  Shape s{};
-  s.ranks = next(in);
-  s.tokens = next(in);
-  s.top_k = next(in);
-  s.local_experts = next(in);
-  s.ring_rows = next(in) * kRowBlock;
-  s.minibatch_rows = next(in) * kRowBlock;
-  s.hidden = s.intermediate = 1;
-  return s;
-}
-
-TileCounts read_tiles(std::istream& in) {
-  TileCounts tiles{};
-  for (int32_t* count :
-       {&tiles.gate_up, &tiles.down, &tiles.hidden_grad, &tiles.row_grad, &tiles.weight_grad, &tiles.down_groups}) {
-    *count = next_int(in);
-  }
-  return tiles;
-}
-
-Case read_case(std::istream& in) {
-  Case c{};
-  c.direction = static_cast<Direction>(next(in));
-  c.save = static_cast<Save>(next(in));
-  c.shape = read_shape(in);
-  c.tiles = read_tiles(in);
-  return c;
-}
 
 template <class Values>
 std::string list_of(const Values& values) {

@@ -3,14 +3,14 @@
 // the cache, and a chip that is limited by its power runs faster. Otherwise the two know nothing of each other.
 #pragma once
 
+#include "cuda/kernels.h"
 #include "cuda/sm90/tile.cuh"
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kPair = 2;
 inline constexpr int32_t kHalfColumns = kTileColumns / 2, kHalfBytes = kHalfColumns * kStepDepth * 2;
 
-// What a pair does: which of its CTAs compute, each in warps of its own beside a communication warp or alone.
+// What a pair does. A CTA that computes and communicates has warps for each.
 struct Roles {
   int32_t first, count;  // CTAs [first, first + count) compute
   bool all_communicate;  // or only those that do not compute

@@ -1,14 +1,12 @@
 // Compares what a device makes of the algorithm with what the host does: tables and every task of every rank, field by
-// field. Cases come as in csrc/verify/main.cc, one a line, `direction save SHAPE TILES IDS`, where SHAPE is `ranks
-// tokens top_k local_experts ring_blocks minibatch_blocks`. One line back: the number of tasks, or the first
-// difference.
+// field. Cases come one a line, `direction save SHAPE TILES IDS` as in csrc/verify/words.h. One line back: the number
+// of tasks, or the first difference.
 #include <iostream>
-#include <iterator>
 #include <sstream>
 #include <stdexcept>
 
 #include "cuda/algorithm.h"
-#include "verify/enumerate.h"
+#include "verify/words.h"
 
 namespace mok::cuda::test {
 namespace {
@@ -16,27 +14,6 @@ namespace {
 using verify::Case;
 using verify::JointProgram;
 using verify::RankPlan;
-
-Case read_case(std::istream& in) {
-  const auto next = [&] {
-    int64_t value = 0;
-    in >> value;
-    return value;
-  };
-  Case c{};
-  c.direction = static_cast<Direction>(next());
-  c.save = static_cast<Save>(next());
-  for (int64_t* field : {&c.shape.ranks, &c.shape.tokens, &c.shape.top_k, &c.shape.local_experts}) *field = next();
-  c.shape.ring_rows = next() * kRowBlock;
-  c.shape.minibatch_rows = next() * kRowBlock;
-  c.shape.hidden = c.shape.intermediate = 1;
-  TileCounts& t = c.tiles;
-  for (int32_t* count : {&t.gate_up, &t.down, &t.hidden_grad, &t.row_grad, &t.weight_grad, &t.down_groups}) {
-    *count = static_cast<int32_t>(next());
-  }
-  c.ids = {std::istream_iterator<int32_t>(in), {}};
-  return c;
-}
 
 // A mismatch that ends the comparison.
 void expect_equal(const std::string& what, int64_t device, int64_t host) {
@@ -118,6 +95,8 @@ std::string answer(const Case& c) {
 int main() {
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream in(line);
-    std::cout << mok::cuda::test::answer(mok::cuda::test::read_case(in)) << std::endl;
+    mok::verify::Case c = mok::verify::read_case(in);
+    c.ids = mok::verify::rest(in);
+    std::cout << mok::cuda::test::answer(c) << std::endl;
   }
 }
