@@ -1,8 +1,10 @@
 """The kernels without JAX: `csrc/cuda/test/stand_alone.cu` runs steps on virtual ranks and compares their bits."""
 
+import re
+
 import cuda_programs
 import pytest
-from sanitize_gpu import TOOLS, arguments, sanitize, summary
+from sanitize_gpu import TOOLS, arguments, sanitize
 
 pytestmark = pytest.mark.gpu
 
@@ -25,8 +27,21 @@ def test_same_bits(step):
     assert "relative error" in output
 
 
+# So many rows for one communication CTA that products wait for them much longer than a microsecond.
+SLOW_PULLS = {"tokens": 4096, "hidden": 4096, "intermediate": 256, "comm-ctas": 1, "ring-rows": 0, "repeats": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("fails", "limits", "kind"), [(1, "1,30000000", "gate_up"), (2, "30000000,1", "hidden_grad")])
+def test_a_product_that_waits_too_long_ends_the_call(ranks, fails, limits, kind):
+    step = SLOW_PULLS | {"ranks": ranks, "fails": fails, "timeout-us": limits}
+    status, output = cuda_programs.run(cuda_programs.build("stand_alone"), *arguments(step), timeout_s=60)
+    assert status == 0, output
+    assert re.search(rf"all NaN, rank \d waited longer than timeout_s before a {kind} task ", output), output
+
+
 @pytest.mark.skipif(not cuda_programs.find_tool("compute-sanitizer"), reason="compute-sanitizer is not on the path")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer_finds_nothing(tool):
     clean, output = sanitize(tool)
-    assert clean, summary(output)
+    assert clean, output

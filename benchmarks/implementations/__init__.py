@@ -7,6 +7,7 @@ IMPLEMENTATIONS = {
     for implementation in (
         mok.MEGAKERNEL,
         mok.QUARTER_RING,
+        mok.F32_WEIGHTS,
         mok.XLA,
         pallas_mgpu.PALLAS_MGPU,
         tokamax.TOKAMAX,

@@ -1,10 +1,15 @@
-"""``mok_jax.moe``: the fused kernel, also in a ring too small for its rows, and the layer of XLA's own operations."""
+"""``mok_jax.moe``: the fused kernel, and the layer of XLA's own operations.
+
+The kernel also in a ring too small for its rows, and with float32 weights: these are rounded before it, and their
+gradients are not.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import mok_jax
@@ -16,7 +21,7 @@ from mok_jax.api import Implementation as Name
 from mok_jax.config import ROW_BLOCK, MoKConfig
 
 
-def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1) -> Bind:
+def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1, f32_weights: bool = False) -> Bind:
     config = MoKConfig()
     if ring_share > 1:
         blocks = problem.rows // problem.ranks // ring_share // ROW_BLOCK
@@ -30,7 +35,8 @@ def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1) ->
             in_specs=(by_token,) * 3 + (by_expert,) * 3,
             out_specs=by_token,
         )
-    bind = compiled.build(moe, problem.weights, pass_name)
+    weights = [w.astype(jnp.float32) for w in problem.weights] if f32_weights else problem.weights
+    bind = compiled.build(moe, weights, pass_name)
     if name != "megakernel" or problem.platform == "cpu" or problem.ranks > 1:
         return bind
 
@@ -44,5 +50,10 @@ def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1) ->
 MEGAKERNEL = Implementation("megakernel", lambda _: None, functools.partial(_build, "megakernel"))
 QUARTER_RING = Implementation(
     "megakernel-quarter-ring", lambda _: None, functools.partial(_build, "megakernel", ring_share=4)
+)
+F32_WEIGHTS = Implementation(
+    "megakernel-f32-weights",
+    lambda problem: "the weights are float32 anyway" if problem.dtype == jnp.float32 else None,
+    functools.partial(_build, "megakernel", f32_weights=True),
 )
 XLA = Implementation("xla", lambda _: None, functools.partial(_build, "xla"))

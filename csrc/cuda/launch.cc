@@ -291,8 +291,8 @@ std::optional<std::string> failure_text() {
     return rank + " waited longer than entry_timeout_s for rank " + std::to_string(failure->counter) +
            " to start its call; restart the process";
   }
-  return rank + " waited longer than timeout_s before a task of kind " + std::to_string(failure->task) +
-         " for counter " + std::to_string(failure->counter) + "; restart the process";
+  return rank + " waited longer than timeout_s before a " + kTaskNames[failure->task] + " task for counter " +
+         std::to_string(failure->counter) + "; restart the process";
 }
 
 }  // namespace mok::cuda

@@ -82,8 +82,8 @@ __device__ __forceinline__ void cluster_barrier() {
 }
 // At a barrier of any CTA of the cluster. The second form also orders this thread's accesses for that CTA, and costs
 // more.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t bar, uint32_t count = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 __device__ __forceinline__ void mbarrier_release_cluster(uint32_t bar) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");

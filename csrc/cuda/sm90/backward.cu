@@ -11,11 +11,14 @@ constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: g
 static_assert(3 * kPartBytes == kStageBytes);
 constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
-// Of weight_grad. With fewer steps, to wait for each other costs more than it saves; tiles above each other are a run,
-// but not too many, so that their operands are in the cache together.
-constexpr int32_t kLeastSharedSteps = 16, kRunRows = 8;
+// Of weight_grad. With fewer steps, to wait for each other costs more than it saves.
+constexpr int32_t kLeastSharedSteps = 16;
+// At most so many tiles above each other are a run: while runs follow each other from left to right, their left operand
+// stays in the cache.
+constexpr int32_t kRunRows = 32;
 
-// Which matrix's gradient a weight_grad task computes, and which tile of it.
+// Which matrix's gradient a weight_grad task computes, and which tile of it. Those of wi_0 and wi_1 have the left
+// operand in common, and count as one matrix of twice as many columns.
 struct WeightTile {
   int32_t matrix;  // 0: wi_0, 1: wi_1, 2: wo
   int32_t row, column;
@@ -23,16 +26,18 @@ struct WeightTile {
 
   __device__ __forceinline__ WeightTile(const Shape& s, int32_t part) {
     const int32_t wi_across = static_cast<int32_t>(ceil_div(s.intermediate, kTileColumns));
-    const int32_t wi_down = static_cast<int32_t>(ceil_div(s.hidden, kRowBlock)), wi_tiles = wi_across * wi_down;
-    matrix = part >= 2 * wi_tiles ? 2 : part >= wi_tiles ? 1 : 0;
-    const int32_t tile = part - matrix * wi_tiles;
-    const int32_t across = matrix == 2 ? static_cast<int32_t>(ceil_div(s.hidden, kTileColumns)) : wi_across;
-    const int32_t down = matrix == 2 ? static_cast<int32_t>(ceil_div(s.intermediate, kRowBlock)) : wi_down;
+    const int32_t wi_down = static_cast<int32_t>(ceil_div(s.hidden, kRowBlock)), wi_tiles = 2 * wi_across * wi_down;
+    const bool wo = part >= wi_tiles;
+    const int32_t tile = wo ? part - wi_tiles : part;
+    const int32_t across = wo ? static_cast<int32_t>(ceil_div(s.hidden, kTileColumns)) : 2 * wi_across;
+    const int32_t down = wo ? static_cast<int32_t>(ceil_div(s.intermediate, kRowBlock)) : wi_down;
     const int32_t first = tile / (kRunRows * across) * kRunRows, rest = tile % (kRunRows * across);
     high = smaller(kRunRows, down - first);
     index = rest % high;
     row = (first + index) * kBlockRows;
-    column = rest / high * kTileColumns;
+    const int32_t right = rest / high;
+    matrix = wo ? 2 : right / wi_across;
+    column = (wo ? right : right % wi_across) * kTileColumns;
   }
 };
 
@@ -154,23 +159,23 @@ struct Backward {
     Accumulators acc;
     switch (t.kind) {
       case TaskKind::gate_up:
-        math.multiply<Layout::activations_weights>(acc, s, t.steps);
+        math.multiply<Layout::activations_weights>(acc, s, t);
         store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
         return math.stage_nothing(s);
       case TaskKind::hidden_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, t.steps);
-        if (is_limited(rank)) return through_swiglu<true>(acc, rank, s, t, math);
-        return through_swiglu<false>(acc, rank, s, t, math);
+        return compute_hidden_grad(acc, rank, s, t, math);
       case TaskKind::row_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, t.steps);
+        math.multiply<Layout::activations_weights_k>(acc, s, t);
         return math.stage_rows(acc, s);
       default:
         return compute_weight_grad(acc, rank, s, t, math);
     }
   }
   __device__ static __forceinline__ void pass(Shared& s, const QueuedTask& t, Math& math) {
-    math.pass_steps(s, t.steps);
-    for (int32_t i = 0; i < t.chunks; ++i) math.pass_stage(s, math.stages.chunk_full(s.tiles));
+    math.pass_steps(s, t.steps, math.shared_steps(t));
+    for (int32_t i = 0; i < t.chunks; ++i) {
+      math.pass_stage(s, [&] { mbarrier_arrive(math.stages.chunk_full(s.tiles)); });
+    }
     if (t.kind != TaskKind::hidden_grad) math.stage_nothing(s);
   }
 
@@ -190,6 +195,15 @@ struct Backward {
       rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + t.ring_row + row) : 0.f;
       rows[i].dot = 0.f;
     }
+  }
+
+  __device__ static __forceinline__ void compute_hidden_grad(Accumulators& acc, const Rank& rank, Shared& s,
+                                                             const QueuedTask& t, Math& math) {
+    Row rows[2];
+    find_rows(rank, t, rows);  // by the end of the product they are here
+    math.multiply<Layout::activations_weights_k>(acc, s, t);
+    if (is_limited(rank)) return through_swiglu<true>(acc, rows, rank, s, t, math);
+    through_swiglu<false>(acc, rows, rank, s, t, math);
   }
 
   // From two neighbouring columns of a row: gate and up in, their gradients and the weighted hidden out; all as pairs
@@ -242,10 +256,8 @@ struct Backward {
   // chunks can be a loop: unrolled over registers it is 75 KB of instructions, and fetching those takes longer than
   // running them.
   template <bool kLimited>
-  __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, const Rank& rank, Shared& s,
-                                                        const QueuedTask& t, Math& math) {
-    Row rows[2];
-    find_rows(rank, t, rows);
+  __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, Row (&rows)[2], const Rank& rank,
+                                                        Shared& s, const QueuedTask& t, Math& math) {
     const float limit = rank.activation_limit;
     const int32_t count = t.chunks;
     math.staging.acquire(s.tiles);
@@ -334,10 +346,13 @@ struct Backward {
 
   __device__ static __forceinline__ void compute_weight_grad(Accumulators& acc, const Rank& rank, Shared& s,
                                                              const QueuedTask& t, Math& math) {
+    if (t.begun) {
+      load_straddle(acc, straddle_of(rank, t));
+    } else if (t.steps == 0) {
 #pragma unroll
-    for (float& v : acc) v = 0.f;
-    if (t.begun) load_straddle(acc, straddle_of(rank, t));
-    if (t.steps > 0) math.multiply<Layout::both_transposed, true>(acc, s, t.steps);
+      for (float& v : acc) v = 0.f;
+    }
+    if (t.steps > 0) math.multiply<Layout::both_transposed>(acc, s, t, t.begun);
     if (t.goes_on) {
       store_straddle(acc, straddle_of(rank, t));
       math.stage_nothing(s);
@@ -419,8 +434,6 @@ struct Backward {
   // failure, has waited for nothing: others may still read what is in its place.
   __device__ static __forceinline__ void store_chunks(const Rank& rank, Shared& s, const QueuedTask& t,
                                                       StoreSide& side) {
-    const auto give_back = [&](int32_t slot) { mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps * kArrivals); };
-    int32_t previous = -1;  // given back when the next one's store is under way
     for (int32_t chunk = 0; chunk < t.chunks; ++chunk) {
       const int32_t slot = side.wait_chunk(s.tiles, t.steps + chunk);
       const uint8_t* stage = s.tiles.stages[slot];
@@ -431,14 +444,9 @@ struct Backward {
         tensor_store_2d(&rank.hidden_128, stage + 2 * kPartBytes, column, t.ring_row);
       }
       bulk_commit();
-      if (previous >= 0) {
-        bulk_wait_read<1>();
-        give_back(previous);
-      }
-      previous = slot;
+      bulk_wait_read<0>();
+      mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps * kArrivals);
     }
-    bulk_wait_read<0>();
-    give_back(previous);
   }
 
   // The router gradient of each row: its parts, added in order of columns.

@@ -55,11 +55,11 @@ struct Forward {
 
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
     if (!math.has_rows(t)) {
-      math.pass_steps(s, t.steps);
+      math.pass_steps(s, t.steps, math.shared_steps(t));
       return math.stage_nothing(s);
     }
     Accumulators acc;
-    math.multiply<Layout::activations_weights>(acc, s, t.steps);
+    math.multiply<Layout::activations_weights>(acc, s, t);
     if (t.kind == TaskKind::down) return math.stage_rows(acc, s);
     if (t.macrobatch == 0 && rank.pre_activations) {
       store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));

@@ -158,22 +158,26 @@ struct Math {
   Staging staging;
 
   // Accumulators live no longer than their task: registers that survived it would be copied around each product.
-  template <Layout layout, bool kAccumulate = false>
-  __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, int32_t steps) {
-    sm90::multiply<layout, kAccumulate>(acc, s.tiles, thread_index() / 128, steps, stages);
+  template <Layout layout>
+  __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, const QueuedTask& t, bool accumulate = false) {
+    sm90::multiply<layout>(acc, accumulate, s.tiles, thread_index() / 128, t.steps, shared_steps(t), stages);
   }
+  __device__ __forceinline__ static int32_t shared_steps(const QueuedTask& t) { return t.shared ? t.steps : 0; }
   // A warpgroup whose rows of a block are all padding lets the block's tiles pass, and leaves the tensor cores and the
   // power to the other one. Nobody reads what the rings then hold in these rows.
   __device__ __forceinline__ static bool has_rows(const QueuedTask& t) {
     return thread_index() / 128 * kGroupRows < t.real_rows;
   }
-  __device__ __forceinline__ void pass_steps(Shared& s, int32_t steps) {
-    for (int32_t step = 0; step < steps; ++step) pass_stage(s, stages.empty(s.tiles));
+  __device__ __forceinline__ void pass_steps(Shared& s, int32_t steps, int32_t shared_steps) {
+    for (int32_t step = 0; step < steps; ++step) {
+      pass_stage(s, [&] { give_back(s.tiles, stages.slot(), step, shared_steps); });
+    }
   }
-  __device__ __forceinline__ void pass_stage(Shared& s, uint64_t* done) {
+  template <class Done>
+  __device__ __forceinline__ void pass_stage(Shared& s, const Done& done) {
     stages.wait_full(s.tiles);
     __syncwarp();
-    if (arrives()) mbarrier_arrive(done);
+    if (arrives()) done();
     stages.advance();
   }
   // Rows side by side, to be pushed.
@@ -202,7 +206,7 @@ template <class Work>
 __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
   Math math;
   for_each_task(s, [&](const QueuedTask& task) {
-    math.pass_steps(s, task.left_out);
+    math.pass_steps(s, task.left_out, 0);
     Work::compute(rank, s, task, math);
   });
 }

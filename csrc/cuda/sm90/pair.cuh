@@ -69,6 +69,7 @@ class Loader {
   // load into the same ones.
   __device__ __forceinline__ void begin(TileMemory& m, bool shared, int32_t left_out) {
     shared_ = shared;
+    step_ = 0;
     for (int32_t i = 0; i < left_out; ++i) {
       stages_.acquire(m, 0);
       stages_.advance();
@@ -82,9 +83,10 @@ class Loader {
     uint64_t* full = stages_.full(m);
     if (shared_) {
       const int32_t slot = stages_.slot(), own = cluster_rank();
-      mbarrier_arrive_cluster(cluster_address(&m.other_acquired[slot], own ^ 1));
+      // Of the product's first steps in the name of all math warps, which see to the others (tile.cuh).
+      if (step_++ < kStages) mbarrier_arrive_cluster(cluster_address(&m.other_free[slot], own ^ 1), 8 * kArrivals);
       load_left(stage, full);
-      mbarrier_wait(&m.other_acquired[slot], parities_ >> slot & 1);
+      mbarrier_wait(&m.other_free[slot], parities_ >> slot & 1);
       parities_ ^= 1u << slot;
       load_right(own, stage + kRight + own * kHalfBytes, full, true);
     } else {
@@ -104,7 +106,8 @@ class Loader {
  private:
   Stages stages_;
   bool shared_ = false;
-  uint32_t parities_ = 0;  // of other_acquired, a bit a stage
+  int32_t step_ = 0;       // of a shared product
+  uint32_t parities_ = 0;  // of other_free, a bit a stage
 };
 
 __device__ __forceinline__ void load_2d(void* to, const CUtensorMap* map, int32_t x, int32_t y, uint64_t* full,

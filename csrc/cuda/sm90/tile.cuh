@@ -46,14 +46,14 @@ struct TileMemory {
   alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
-  uint64_t other_acquired[kStages];  // the stage, by the producer of the pair's other CTA
-  uint64_t chunk_full[kStages];      // what an epilogue has left in the stage is ready to be stored
+  uint64_t other_free[kStages];  // the stage of the pair's other CTA, for a shared step
+  uint64_t chunk_full[kStages];  // what an epilogue has left in the stage is ready to be stored
 
   __device__ void initialise() {
     for (int32_t i = 0; i < kStages; ++i) {
       mbarrier_init(&stage_full[i], 1);
       mbarrier_init(&stage_empty[i], 8 * kArrivals);  // of the math warps
-      mbarrier_init(&other_acquired[i], 1);
+      mbarrier_init(&other_free[i], 8 * kArrivals);
       mbarrier_init(&chunk_full[i], 8 * kArrivals);
     }
     for (int32_t i = 0; i < 2; ++i) {
@@ -91,7 +91,6 @@ class Stages {
     mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
     return shared_address(m.stages[turn_.slot()]);
   }
-  __device__ __forceinline__ uint64_t* empty(TileMemory& m) { return &m.stage_empty[turn_.slot()]; }
   // Math: what an epilogue has left in the stage is to be stored, which gives the stage back.
   __device__ __forceinline__ uint64_t* chunk_full(TileMemory& m) { return &m.chunk_full[turn_.slot()]; }
   __device__ __forceinline__ int32_t slot() const { return turn_.slot(); }
@@ -101,9 +100,9 @@ class Stages {
   Turn<kStages> turn_;
 };
 
-// One step: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; without kAccumulate the sum begins anew.
-template <Layout layout, bool kAccumulate>
-__device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage, int32_t group) {
+// One step: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; unless `accumulate`, the sum begins anew.
+template <Layout layout>
+__device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage, int32_t group, bool accumulate) {
   constexpr bool kLeftTransposed = layout == Layout::both_transposed;
   constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
   const uint32_t left_address = stage + group * kGroupBytes, right_address = stage + kRight;
@@ -114,32 +113,36 @@ __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage,
   for (int32_t k = 0; k < kStepDepth / 16; ++k) {
     wgmma_64x256x16<kLeftTransposed, kRightTransposed>(acc, left + k * (kLeftTransposed ? kMnMajorStep : kKMajorStep),
                                                        right + k * (kRightTransposed ? kMnMajorStep : kKMajorStep),
-                                                       kAccumulate || k > 0);
+                                                       accumulate || k > 0);
   }
   wgmma_commit();
 }
 
-// acc = (kAccumulate ? acc : 0) + the product over `steps` steps. A step's stage is given back when the next one's
+// By one lane of each math warp: step `step` of a product is done with its stage. Of a product whose steps the pair
+// shares (else shared_steps is 0), the other CTA hears as well, if the stage is to take a later one of them.
+__device__ __forceinline__ void give_back(TileMemory& m, int32_t slot, int32_t step, int32_t shared_steps) {
+  mbarrier_arrive(&m.stage_empty[slot]);
+  if (step + kStages < shared_steps) mbarrier_arrive_cluster(cluster_address(&m.other_free[slot], cluster_rank() ^ 1));
+}
+
+// acc = (accumulate ? acc : 0) + the product over `steps` steps. A step's stage is given back when the next one's
 // products are under way.
-template <Layout layout, bool kAccumulate>
-__device__ __forceinline__ void multiply(Accumulators& acc, TileMemory& m, int32_t group, int32_t steps,
-                                         Stages& stages) {
+template <Layout layout>
+__device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, TileMemory& m, int32_t group,
+                                         int32_t steps, int32_t shared_steps, Stages& stages) {
   const bool elected = arrives();
-  const auto give_back = [&](uint64_t* empty) {
-    if (elected) mbarrier_arrive(empty);
-  };
-  multiply_step<layout, kAccumulate>(acc, stages.wait_full(m), group);
-  uint64_t* previous = stages.empty(m);
+  multiply_step<layout>(acc, stages.wait_full(m), group, accumulate);
+  int32_t previous = stages.slot();
   stages.advance();
   for (int32_t step = 1; step < steps; ++step) {
-    multiply_step<layout, true>(acc, stages.wait_full(m), group);
+    multiply_step<layout>(acc, stages.wait_full(m), group, true);
     wgmma_wait<1>();
-    give_back(previous);
-    previous = stages.empty(m);
+    if (elected) give_back(m, previous, step - 1, shared_steps);
+    previous = stages.slot();
     stages.advance();
   }
   wgmma_wait<0>();
-  give_back(previous);
+  if (elected) mbarrier_arrive(&m.stage_empty[previous]);
 }
 
 // A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32), in one of two layouts, or

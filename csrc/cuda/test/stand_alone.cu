@@ -6,7 +6,9 @@
 //
 //   stand_alone --ranks 1,2 --ring-rows 128,0 --comm-ctas 0,2 --save 0,1,2 --repeats 50 --poison 1
 //
-// Ring 0 holds every row that can arrive; save is an enum Save. See Options for the others and what they are otherwise.
+// Ring 0 holds every row that can arrive; save is an enum Save. With --fails 1 (2) a wait of the forward
+// (backward) must last longer than timeout-us, and all that depends on it be NaN. See Options for the others and what
+// they are otherwise.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -31,14 +33,23 @@ using Numbers = std::vector<int64_t>;
 
 struct Options {
   std::map<std::string, Numbers> values{
-      {"ranks", {1, 2}},     {"ring-rows", {128, 0}},
-      {"comm-ctas", {0, 2}}, {"save", {1}},
-      {"tokens", {320}},     {"top-k", {3}},
-      {"hidden", {136}},     {"intermediate", {200}},
-      {"experts", {8}},      {"minibatch-rows", {128}},
-      {"reserve", {0}},      {"repeats", {2}},
-      {"poison", {0}},       {"f32-grads", {0}},
-      {"seed", {0}},         {"timeout", {30}},
+      {"ranks", {1, 2}},
+      {"ring-rows", {128, 0}},
+      {"comm-ctas", {0, 2}},
+      {"save", {1}},
+      {"tokens", {320}},
+      {"top-k", {3}},
+      {"hidden", {136}},
+      {"intermediate", {200}},
+      {"experts", {8}},
+      {"minibatch-rows", {128}},
+      {"reserve", {0}},
+      {"repeats", {2}},
+      {"poison", {0}},
+      {"f32-grads", {0}},
+      {"seed", {0}},
+      {"fails", {0}},
+      {"timeout-us", {30'000'000, 30'000'000}},  // of the forward and of the backward
   };
 
   Options(int argc, char** argv) {
@@ -135,6 +146,8 @@ struct Inputs {
   }
 };
 
+constexpr double kLimitS = 240;
+
 struct Setting {
   int64_t ranks, ring_rows, comm_ctas, save;
   std::string text() const {
@@ -173,7 +186,7 @@ class Step {
     c.save = save;
     c.activation = Activation::swiglu;
     c.activation_limit = INFINITY;
-    c.timeout_s = c.entry_timeout_s = static_cast<double>(o.one("timeout"));
+    c.timeout_s = c.entry_timeout_s = kLimitS;
     c.ranks_here = static_cast<int32_t>(n);
     c.communication_ctas = static_cast<int32_t>(setting.comm_ctas);
     c.reserved_sms = static_cast<int32_t>(o.one("reserve"));
@@ -188,6 +201,7 @@ class Step {
 
     ForwardCall& f = forward_;
     static_cast<Call&>(f) = c;
+    f.timeout_s = 1e-6 * static_cast<double>(o.all("timeout-us").front());
     f.out = make<bf16>("y", in.tokens * h * 2);
     f.bad_tokens = make<int32_t>("", n * 4);
     f.pre_activations = make<bf16>("", save == Save::nothing ? 0 : pre_activations);
@@ -197,6 +211,7 @@ class Step {
 
     BackwardCall& b = backward_;
     static_cast<Call&>(b) = c;
+    b.timeout_s = 1e-6 * static_cast<double>(o.all("timeout-us").back());
     b.dy = input(in.dy);
     b.out = make<bf16>("dx", in.tokens * h * 2);
     b.expert_weight_grads = make<float>("d_expert_weights", in.tokens * s.top_k * 4);
@@ -225,7 +240,6 @@ class Step {
     check(launch_forward(forward_, nullptr));
     check(launch_backward(backward_, nullptr));
     check(cudaDeviceSynchronize());
-    check(failure_text());
     Results results;
     for (const auto& [name, memory] : written_) {
       if (!name.empty()) results[name] = memory->host();
@@ -261,6 +275,28 @@ std::vector<double> as_numbers(const std::vector<uint8_t>& bytes) {
     numbers[i] = static_cast<double>(static_cast<float>(value));
   }
   return numbers;
+}
+
+template <class T>
+bool all_nan(const std::vector<uint8_t>& bytes) {
+  for (double number : as_numbers<T>(bytes)) {
+    if (!std::isnan(number)) return false;
+  }
+  return true;
+}
+
+// A failure was reported, and nothing that is computed from then on may be taken for a result.
+void expect_failure(const Options& o, const Results& results) {
+  const std::optional<std::string> text = failure_text();
+  if (!text) throw std::runtime_error("no failure was reported");
+  const bool f32 = o.one("f32-grads") != 0;
+  bool nan = all_nan<bf16>(results.at("dx")) && all_nan<float>(results.at("d_expert_weights"));
+  nan = nan && (o.one("fails") == 2 || all_nan<bf16>(results.at("y")));
+  for (const char* name : {"d_wi_0", "d_wi_1", "d_wo"}) {
+    nan = nan && (f32 ? all_nan<float>(results.at(name)) : all_nan<bf16>(results.at(name)));
+  }
+  if (!nan) throw std::runtime_error("a result is not NaN");
+  std::printf("all NaN, %s\n", text->c_str());
 }
 
 void expect_finite(const Inputs& in, const Options& o, const Results& results) {
@@ -349,6 +385,8 @@ void run_all(const Options& o) {
           Step step(in, o, setting);
           for (int64_t repeat = 0; repeat < o.one("repeats"); ++repeat) {
             const Results results = step.run(o.one("poison") != 0);
+            if (o.one("fails")) return expect_failure(o, results);
+            check(failure_text());
             if (first.empty()) {
               first = results;
               expect_finite(in, o, first);
