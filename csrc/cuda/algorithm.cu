@@ -53,8 +53,8 @@ __global__ void make_lists(Direction direction, const Plan* plan, TaskList* comm
 __global__ void list_tasks(Direction direction, const Plan* plan, const TaskList* list, Task* tasks) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t ticket = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; ticket < list->tasks; ticket += step) {
-    direction == Direction::forward ? write_forward_task(*plan, *list, ticket, tasks[ticket])
-                                    : write_backward_task(*plan, *list, ticket, tasks[ticket]);
+    direction == Direction::forward ? write_forward_task(*plan, list->segment_of(ticket), ticket, tasks[ticket])
+                                    : write_backward_task(*plan, list->segment_of(ticket), ticket, tasks[ticket]);
   }
 }
 

@@ -103,13 +103,13 @@ __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& p
        grads ? rank.grads : rank.rows, pieces);
 }
 
-__device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const TaskList& list, int64_t ticket,
+__device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const Segment& segment, int64_t ticket,
                                            Task& task) {
-  write_forward_task(plan, list, ticket, task);
+  write_forward_task(plan, segment, ticket, task);
 }
-__device__ __forceinline__ void write_task(const BackwardRank&, const Plan& plan, const TaskList& list, int64_t ticket,
-                                           Task& task) {
-  write_backward_task(plan, list, ticket, task);
+__device__ __forceinline__ void write_task(const BackwardRank&, const Plan& plan, const Segment& segment,
+                                           int64_t ticket, Task& task) {
+  write_backward_task(plan, segment, ticket, task);
 }
 
 __device__ __forceinline__ void signal(const Task& task, int32_t* counters) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
           atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().communication_ticket), 1ull);
       buffer.go_on = ticket < list.tasks;
       if (buffer.go_on) {
-        write_task(rank, plan, list, ticket, buffer.task);
+        write_task(rank, plan, list.segment_of(ticket), ticket, buffer.task);
         buffer.go_on = wait_for_task(rank, map, counters, buffer.task);
       }
     }

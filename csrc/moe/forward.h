@@ -53,10 +53,9 @@ MOK_FN void wait_for_pushes(Task& t, const Plan& p, const CounterMap& counters, 
   }
 }
 
-// Task number `ticket` of a list, written where it is to lie: on a device its arrays, indexed at run time, must not be
-// in registers.
-MOK_FN void write_forward_task(const Plan& p, const TaskList& list, int64_t ticket, Task& t) {
-  const Segment& s = list.segment_of(ticket);
+// Task number `ticket` of a list, of which segment `s` holds it, written where it is to lie: on a device its arrays,
+// indexed at run time, must not be in registers.
+MOK_FN void write_forward_task(const Plan& p, const Segment& s, int64_t ticket, Task& t) {
   const int64_t offset = ticket - s.first_ticket;
   const CounterMap counters(p);
   begin_task(t, s);
@@ -92,7 +91,7 @@ MOK_FN void write_forward_task(const Plan& p, const TaskList& list, int64_t tick
 
 MOK_FN Task forward_task(const Plan& p, const TaskList& list, int64_t ticket) {
   Task t;
-  write_forward_task(p, list, ticket, t);
+  write_forward_task(p, list.segment_of(ticket), ticket, t);
   return t;
 }
 

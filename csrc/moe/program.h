@@ -119,6 +119,7 @@ struct Segment {
   int64_t first_ticket;
 
   MOK_FN int64_t tasks() const { return int64_t{end - begin} * parts; }
+  MOK_FN bool holds(int64_t ticket) const { return ticket >= first_ticket && ticket - first_ticket < tasks(); }
 };
 
 // Makes `t` a task of the segment that waits for and signals nothing yet.

@@ -89,15 +89,30 @@ class Scheduler {
         task.kind = kStop;
         return;
       }
-      write_task(rank_, s_.schedule.plan, s_.schedule.compute, ticket, task);
-      task.ring_row = s_.schedule.plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
-      task.chunks = 0;
-      Work::look_up(rank_, s_.schedule.plan, task);
+      if (ticket < piece_end_) {
+        task = *last_;
+        task.part += static_cast<int32_t>(ticket - last_ticket_);
+      } else {
+        write(ticket, task);
+        failed_ = failed_ || !wait_for_task(rank_, map_, counters_, task);
+      }
+      last_ = &task;
+      last_ticket_ = ticket;
       share(task);
-      failed_ = failed_ || !wait_for_task(rank_, map_, counters_, task);
     } while (failed_ && !task.shared);
     if (failed_) task.real_rows = task.signal_count = 0;
     stage_ = (stage_ + task.left_out + task.steps + task.chunks) % kStages;
+  }
+  // To search the plan and to wait takes longer than a short product, so it is not done where the last task tells all:
+  // tiles of a piece wait for the same.
+  __device__ __forceinline__ void write(int64_t ticket, QueuedTask& task) {
+    const Plan& plan = s_.schedule.plan;
+    if (!segment_.holds(ticket)) segment_ = s_.schedule.compute.segment_of(ticket);
+    write_task(rank_, plan, segment_, ticket, task);
+    task.ring_row = plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
+    task.chunks = 0;
+    Work::look_up(rank_, plan, task);
+    piece_end_ = task.kind == TaskKind::weight_grad ? ticket - task.part + rank_.tiles.weight_grad : 0;
   }
   __device__ __forceinline__ int64_t get_ticket() {
     if (cluster_rank() != roles_.first) return s_.mailbox.receive(mail_);
@@ -120,8 +135,11 @@ class Scheduler {
   const int32_t* counters_;
   const Roles roles_;
   Turn<Mailbox::kPlaces> mail_;
-  int32_t stage_ = 0;     // at which the next task begins
-  bool aligned_ = false;  // in both CTAs it is the same
+  Segment segment_{};  // of the last task that was written
+  const QueuedTask* last_ = nullptr;
+  int64_t last_ticket_ = 0, piece_end_ = 0;  // the last task's; before which all differ from it in their part only
+  int32_t stage_ = 0;                        // at which the next task begins
+  bool aligned_ = false;                     // in both CTAs it is the same
   bool failed_ = false;
 };
 
