@@ -3,7 +3,8 @@
 # Of one Hopper SM, dense bf16 products: 989 TFLOP/s on 132 SMs at 1.83 GHz (NVIDIA, H100 data sheet).
 HOPPER_FLOPS_PER_CYCLE = 4096
 
-PASSES = ("forward", "backward", "forward+backward")
+# "forward+saves" is the forward as it runs in training: it also leaves what its backward needs.
+PASSES = ("forward", "forward+saves", "backward", "forward+backward")
 
 
 def flops(pass_name: str, rows: int, hidden: int, intermediate: int) -> int:
@@ -13,4 +14,5 @@ def flops(pass_name: str, rows: int, hidden: int, intermediate: int) -> int:
       >>> flops("forward+backward", rows=1, hidden=10, intermediate=1)
       180
     """
-    return {"forward": 6, "backward": 12, "forward+backward": 18}[pass_name] * rows * hidden * intermediate
+    products = {"forward": 3, "forward+saves": 3, "backward": 6, "forward+backward": 9}[pass_name]
+    return products * 2 * rows * hidden * intermediate

@@ -61,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(flag, type=parse, default=default, metavar="NAME,...", help=f"{text}: {', '.join(choices)}")
 
     add_choice("--shapes", SHAPES, None, f"(GPU: {','.join(GPU_SHAPES)}; CPU: {','.join(CPU_SHAPES)})")
-    add_choice("--pass", flops.PASSES, ["forward+backward", "forward", "backward"], "(all)")
+    add_choice("--pass", flops.PASSES, ["forward+backward", "forward", "backward"], "(all but forward+saves)")
     add_choice("--routing", ROUTINGS, list(ROUTINGS), "(all)")
     add_choice("--implementations", IMPLEMENTATIONS, list(IMPLEMENTATIONS), "(all)")
     add_choice("--protocol", PROTOCOLS, list(PROTOCOLS), "(all)")

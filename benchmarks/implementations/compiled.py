@@ -28,6 +28,7 @@ def build(layer: Layer, parameters: Sequence[jax.Array], pass_name: str, split: 
 
     step, name_results = {
         "forward": (_forward(layer), lambda y: {"y": y}),
+        "forward+saves": (_forward_saves(layer), lambda out: {"y": out[0]}),
         "backward": (lambda vjp, dy: vjp(dy), gradients),
         "forward+backward": (_forward_backward(layer), lambda out: {"y": out[0], **gradients(out[1])}),
     }[pass_name]
@@ -74,6 +75,15 @@ def _forward(layer):
         return layer(x, expert_ids, expert_weights, *parameters)
 
     return forward
+
+
+def _forward_saves(layer):
+    def forward_saves(*arguments):
+        y, vjp = _linearize(layer)(*arguments)
+        # Of what the backward needs, the arguments are there anyway: as results they would be copied.
+        return y, [saved for saved in jax.tree.leaves(vjp) if not any(saved is a for a in arguments)]
+
+    return forward_saves
 
 
 def _linearize(layer):

@@ -135,7 +135,7 @@ def _tune_layer(problem: Problem, pass_name: str, wi: jax.Array, wo: jax.Array) 
     )
     _tune("dot", rows, wi, groups)
     _tune("dot", activated, wo, groups)
-    if pass_name != "forward":
+    if "backward" in pass_name:
         _tune("dot_transposed", rows, wo, groups)
         _tune("dot_transposed", gate_up, wi, groups)
         _tune("weight_gradient", activated, rows, groups)

@@ -117,6 +117,14 @@ def _forward(torch, layer, parameters, sets):
     return run
 
 
+def _forward_saves(torch, layer, parameters, sets):
+    def run(i):
+        x, expert_ids, expert_weights, _ = sets[i]
+        return (layer(x, expert_ids, expert_weights, *parameters),)
+
+    return run
+
+
 def _forward_backward(torch, layer, parameters, sets):
     def run(i):
         x, expert_ids, expert_weights, dy = sets[i]
@@ -136,11 +144,16 @@ def _backward(torch, layer, parameters, sets):
     return run
 
 
-_RUNNERS = {"forward": _forward, "backward": _backward, "forward+backward": _forward_backward}
+_RUNNERS = {
+    "forward": _forward,
+    "forward+saves": _forward_saves,
+    "backward": _backward,
+    "forward+backward": _forward_backward,
+}
 
 
 def _name(pass_name, results):
-    if pass_name == "forward":
+    if "backward" not in pass_name:
         return {"y": results[0]}
     *first, dx, d_expert_weights, d_wi, d_wo = results
     gradients = (dx, d_expert_weights, *d_wi.chunk(2, dim=2), d_wo)
