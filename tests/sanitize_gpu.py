@@ -21,7 +21,7 @@ STEPS = {
     # An expert of so many rows that pairs share its weight gradients.
     "shared": SMALL | {"ranks": 1, "tokens": 640, "experts": 2, "ring-rows": 0, "comm-ctas": 0},
 }
-TIMEOUT_S = 280
+TIMEOUT_S = 130  # of a step
 
 
 def arguments(settings):

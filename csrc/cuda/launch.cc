@@ -291,8 +291,10 @@ std::optional<std::string> failure_text() {
     return rank + " waited longer than entry_timeout_s for rank " + std::to_string(failure->counter) +
            " to start its call; restart the process";
   }
-  return rank + " waited longer than timeout_s before a " + kTaskNames[failure->task] + " task for counter " +
-         std::to_string(failure->counter) + "; restart the process";
+  const std::string waited = rank + " waited longer than timeout_s ";
+  if (failure->task < 0) return waited + "for the CTAs that make its schedule; restart the process";
+  return waited + "before a " + kTaskNames[failure->task] + " task for counter " + std::to_string(failure->counter) +
+         "; restart the process";
 }
 
 }  // namespace mok::cuda

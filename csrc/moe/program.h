@@ -97,7 +97,7 @@ struct Task {
   int32_t expert;  // local; -1 for reduce
   int32_t part;    // which tile or pull of the block or piece; which group of columns for notify and reduce
   // Its place among neighbours in the list that multiply with the same tile of weights, and how many these are. Not of
-  // weight_grad, whose tiles' places only an executor knows; all of a piece's wait for the same.
+  // weight_grad, whose tiles' places only an executor knows; those of a piece differ in nothing but their part.
   int32_t in_run, run;
   int32_t wait_count, signal_count;
   Wait waits[1 + kColumnGroups];

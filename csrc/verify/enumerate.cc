@@ -137,6 +137,7 @@ std::string JointProgram::find_wrong_task() const {
     }
   }
   if (const std::string wrong = find_wrong_run(); !wrong.empty()) return wrong;
+  if (const std::string wrong = find_wrong_piece(); !wrong.empty()) return wrong;
   int64_t expected = 0;
   for (const auto& r : ranks_) expected += expected_tasks(*r);
   if (expected == static_cast<int64_t>(nodes_.size())) return {};
@@ -158,6 +159,26 @@ std::string JointProgram::find_wrong_run() const {
         const Task& t = nodes_[i].task;
         if (run_of(t, t.in_run) != run_of(first, i - begin)) return "not where its run has it: " + describe(i);
       }
+    }
+  }
+  return {};
+}
+
+// An executor that has one tile of a piece makes the next one of it, and does not wait again.
+std::string JointProgram::find_wrong_piece() const {
+  const auto piece_of = [](const Task& t) { return std::tuple(t.kind, t.macrobatch, t.expert); };
+  const auto all_but_part = [](const Task& t) {
+    std::vector<int32_t> all{t.block, t.blocks};
+    for (int32_t i = 0; i < t.wait_count; ++i) all.insert(all.end(), {t.waits[i].counter, t.waits[i].target});
+    all.insert(all.end(), t.signals, t.signals + t.signal_count);
+    return all;
+  };
+  for (size_t list = 0; list + 1 < list_begin_.size(); ++list) {
+    for (int32_t i = list_begin_[list]; i + 1 < list_begin_[list + 1]; ++i) {
+      const Task &t = nodes_[i].task, &next = nodes_[i + 1].task;
+      if (t.kind != TaskKind::weight_grad || piece_of(t) != piece_of(next)) continue;
+      if (next.part != t.part + 1) return "out of order: " + describe(i + 1);
+      if (all_but_part(next) != all_but_part(t)) return "not like the others of its piece: " + describe(i + 1);
     }
   }
   return {};

@@ -74,6 +74,7 @@ class JointProgram {
   Node make_node(int32_t rank, const Task& task) const;
   int64_t expected_tasks(const RankPlan& r) const;
   std::string find_wrong_run() const;
+  std::string find_wrong_piece() const;
 
   Case case_;
   std::vector<std::unique_ptr<RankPlan>> ranks_;

@@ -11,7 +11,7 @@ constexpr int32_t kPartBytes = kBlockRows * kChunkColumns * 2;  // of a chunk: g
 static_assert(3 * kPartBytes == kStageBytes);
 constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's vectors in the staging area
 
-// Of weight_grad. With fewer steps, to wait for each other costs more than it saves.
+// Of weight_grad. With fewer steps, to wait for each other costs what it saves.
 constexpr int32_t kLeastSharedSteps = 16;
 // At most so many tiles above each other are a run: while runs follow each other from left to right, their left operand
 // stays in the cache.

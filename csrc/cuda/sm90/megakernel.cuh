@@ -3,7 +3,7 @@
 // stores or pushes what these have staged; a communication warp pulls rows and reduces tokens. CTAs take their roles in
 // the order in which pairs arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
-//   look_up(rank, plan, task)          fills in what a QueuedTask knows
+//   look_up(rank, plan, task)          fills in what a QueuedTask knows; of weight_grad, whatever its part
 //   place_in_run(rank, task)           among neighbours with the same right operand and as many steps
 //   load(rank, s, task, loader)        loads the stages; by one lane
 //   compute(rank, s, task, math)       by all math warps
@@ -80,8 +80,8 @@ class Scheduler {
 
  private:
   // After a failure only what is shared, since the other CTA relies on its loads. Such a task has waited for nothing
-  // and signals nothing; it has no rows, so nothing of it leaves the CTA but a weight gradient, which is made NaN
-  // later.
+  // and signals nothing; it has no rows, so nothing of it leaves the CTA but a weight gradient, finished or not:
+  // results are made NaN later.
   __device__ __forceinline__ void next(QueuedTask& task) {
     do {
       const int64_t ticket = get_ticket();
@@ -103,8 +103,8 @@ class Scheduler {
     if (failed_) task.real_rows = task.signal_count = 0;
     stage_ = (stage_ + task.left_out + task.steps + task.chunks) % kStages;
   }
-  // To search the plan and to wait takes longer than a short product, so it is not done where the last task tells all:
-  // tiles of a piece wait for the same.
+  // To search the plan and to wait takes longer than a short product, so it is not done for a tile of the last task's
+  // piece.
   __device__ __forceinline__ void write(int64_t ticket, QueuedTask& task) {
     const Plan& plan = s_.schedule.plan;
     if (!segment_.holds(ticket)) segment_ = s_.schedule.compute.segment_of(ticket);

@@ -46,7 +46,7 @@ struct TileMemory {
   alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
-  uint64_t other_free[kStages];  // the stage of the pair's other CTA, for a shared step
+  uint64_t other_free[kStages];  // the stage of the pair's other CTA, for a shared step: by its math warps
   uint64_t chunk_full[kStages];  // what an epilogue has left in the stage is ready to be stored
 
   __device__ void initialise() {
@@ -78,7 +78,8 @@ class Turn {
 // A side's position in the ring of stages.
 class Stages {
  public:
-  // Producer: waits until the next stage is free, and announces the bytes that will come into it.
+  // Producer: waits until the next stage is free, and announces the bytes that come into it. Those from the pair's
+  // other CTA may have come before; the phase does not end without this arrival.
   __device__ __forceinline__ uint8_t* acquire(TileMemory& m, uint32_t bytes) {
     const int32_t slot = turn_.slot();
     mbarrier_wait(&m.stage_empty[slot], turn_.parity() ^ 1);
