@@ -12,7 +12,7 @@
 namespace mok::cuda::sm90 {
 
 inline constexpr int32_t kChunkColumns = 64, kChunkVectors = kChunkColumns / 16;
-inline constexpr int32_t kChunkElements = static_cast<int32_t>(kRowBlock) * kChunkColumns * 2;  // gate and up
+inline constexpr int32_t kChunkElements = kBlockRows * kChunkColumns * 2;  // gate and up
 inline constexpr int32_t kTileChunks = kGateUpColumns / kChunkColumns;
 
 inline constexpr float kInfinity = __builtin_huge_valf();
@@ -20,7 +20,7 @@ inline constexpr float kInfinity = __builtin_huge_valf();
 // The first chunk of a tile.
 __device__ __forceinline__ bf16* pre_activation_tile(bf16* pre_activations, const Rank& rank, int32_t ring_row,
                                                      int32_t tile) {
-  const int64_t index = int64_t{ring_row / static_cast<int32_t>(kRowBlock)} * rank.tiles.gate_up + tile;
+  const int64_t index = int64_t{ring_row / kBlockRows} * rank.tiles.gate_up + tile;
   return pre_activations + index * kTileChunks * kChunkElements;
 }
 

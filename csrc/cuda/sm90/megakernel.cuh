@@ -109,7 +109,7 @@ class Scheduler {
     const Plan& plan = s_.schedule.plan;
     if (!segment_.holds(ticket)) segment_ = s_.schedule.compute.segment_of(ticket);
     write_task(rank_, plan, segment_, ticket, task);
-    task.ring_row = plan.ring_block(task.block) * static_cast<int32_t>(kRowBlock);
+    task.ring_row = plan.ring_block(task.block) * kBlockRows;
     task.chunks = 0;
     Work::look_up(rank_, plan, task);
     piece_end_ = task.kind == TaskKind::weight_grad ? ticket - task.part + rank_.tiles.weight_grad : 0;
@@ -243,6 +243,15 @@ __device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& a
       bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
       bulk_store(slot, staged + i * kStagingPitch, bytes);
     }
+    side.release(s.tiles, group);
+  }
+  side.advance();
+}
+
+// The math warps have stored by themselves.
+__device__ __forceinline__ void store_nothing(Shared& s, StoreSide& side) {
+  for (int32_t group = 0; group < 2; ++group) {
+    side.acquire(s.tiles, group);
     side.release(s.tiles, group);
   }
   side.advance();

@@ -120,4 +120,13 @@ __device__ __forceinline__ void load_3d(void* to, const CUtensorMap* map, int32_
   both ? tensor_load_both_3d(to, map, x, y, z, full) : tensor_load_3d(to, map, x, y, z, full);
 }
 
+// One step of a product whose right operand is an expert's [columns, K] with K contiguous.
+template <class LoadLeft>
+__device__ __forceinline__ void load_step_k_major(TileMemory& m, Loader& loader, const CUtensorMap* right, int32_t k,
+                                                  int32_t column, int32_t expert, const LoadLeft& load_left) {
+  loader.step(m, load_left, [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
+    load_3d(to, right, k, column + half * kHalfColumns, expert, full, both);
+  });
+}
+
 }  // namespace mok::cuda::sm90
