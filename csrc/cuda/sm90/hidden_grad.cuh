@@ -56,7 +56,7 @@ class HiddenGrad {
       }
       bulk_commit();
       bulk_wait_read<0>();
-      mbarrier_arrive(&s.tiles.stage_empty[slot], kMathWarps * kArrivals);
+      mbarrier_arrive(&s.tiles.stage_empty[slot], kMathArrivals);
     }
   }
 

@@ -17,8 +17,7 @@
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kMathWarps = 8, kSchedulerWarp = 8, kProducerWarp = 9, kStoreWarp = 10,
-                         kCommunicationWarp = 11;
+inline constexpr int32_t kSchedulerWarp = kMathWarps, kProducerWarp = 9, kStoreWarp = 10, kCommunicationWarp = 11;
 inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);

@@ -85,7 +85,7 @@ class Loader {
       const int32_t slot = stages_.slot(), own = cluster_rank();
       // Before a product's first steps a stage may have held anything, and only this producer knows that it is free.
       // Then it is free when the math warps are done with the product's step before in it, and they tell (give_back).
-      if (step_++ < kStages) mbarrier_arrive_cluster(cluster_address(&m.other_free[slot], own ^ 1), 8 * kArrivals);
+      if (step_++ < kStages) mbarrier_arrive_cluster(cluster_address(&m.other_free[slot], own ^ 1), kMathArrivals);
       load_left(stage, full);
       mbarrier_wait(&m.other_free[slot], parities_ >> slot & 1);
       parities_ ^= 1u << slot;

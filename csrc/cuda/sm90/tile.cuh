@@ -40,6 +40,7 @@ inline constexpr int32_t kArrivals = 32;
 #else
 inline constexpr int32_t kArrivals = 1;
 #endif
+inline constexpr int32_t kMathWarps = 8, kMathArrivals = kMathWarps * kArrivals;
 __device__ __forceinline__ bool arrives() { return kArrivals == 32 || lane_index() == 0; }
 
 struct TileMemory {
@@ -53,9 +54,9 @@ struct TileMemory {
   __device__ void initialise() {
     for (int32_t i = 0; i < kStages; ++i) {
       mbarrier_init(&stage_full[i], 1);
-      mbarrier_init(&stage_empty[i], 8 * kArrivals);  // of the math warps
-      mbarrier_init(&other_free[i], 8 * kArrivals);
-      mbarrier_init(&chunk_full[i], 8 * kArrivals);
+      mbarrier_init(&stage_empty[i], kMathArrivals);
+      mbarrier_init(&other_free[i], kMathArrivals);
+      mbarrier_init(&chunk_full[i], kMathArrivals);
     }
     for (int32_t i = 0; i < 2; ++i) {
       mbarrier_init(&staging_full[i], 128);

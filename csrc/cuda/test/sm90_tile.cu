@@ -15,7 +15,7 @@ using namespace sm90;
 using bf16 = __nv_bfloat16;
 
 constexpr int32_t kBoxWidth = kBoxColumns * 2;  // bytes
-constexpr int32_t kRows = 2 * kGroupRows, kMathThreads = 256, kMathWarps = 8, kThreads = 384;
+constexpr int32_t kRows = 2 * kGroupRows, kMathThreads = 256, kThreads = 384;
 constexpr int32_t kTiles = 3;  // a run of the ring of stages and of the staging areas; all alike
 static_assert(kRows == kRowBlock && kTileColumns == 256);
 
