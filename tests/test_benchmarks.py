@@ -225,6 +225,21 @@ def test_the_layer_around_grouped_products_is_right(tiny, pass_name):
     check.check("grouped", results, check.expect(tiny, tokens[1]), tiny.dtype)
 
 
+def test_a_forward_that_saves_returns_no_argument(tiny):
+    tokens = make_tokens(tiny, "uniform")
+    _, saves = IMPLEMENTATIONS["megakernel"].build(tiny, "forward+saves")(tokens).launch(0)
+    arguments = {array.shape for array in (*tokens[0], *tiny.weights)}
+    assert saves and not arguments & {saved.shape for saved in saves}
+
+
+def test_f32_weights_are_those_of_the_layer_and_their_gradients_are_f32():
+    problem = make_problem(SHAPES["tiny"], 1, 1, jnp.dtype("bfloat16"), jax.devices("cpu"))
+    tokens = make_tokens(problem, "uniform")
+    results = IMPLEMENTATIONS["megakernel-f32-weights"].build(problem, "forward+backward")(tokens).results(0)
+    check.check("f32 weights", results, check.expect(problem, tokens[0]), problem.dtype)
+    assert {results[name].dtype.name for name in ("d_wi_0", "d_wi_1", "d_wo")} == {"float32"}
+
+
 @pytest.mark.parametrize("result", ["y", "dx", "d_expert_weights", "d_wi_0", "d_wi_1", "d_wo"])
 def test_one_wrong_value_is_found(tiny, result):
     tokens = make_tokens(tiny, "uniform")

@@ -111,16 +111,8 @@ def make_layer():
 def _forward(torch, layer, parameters, sets):
     def run(i):
         x, expert_ids, expert_weights, _ = sets[i]
-        with torch.no_grad():
+        with torch.set_grad_enabled(parameters[0].requires_grad):
             return (layer(x, expert_ids, expert_weights, *parameters),)
-
-    return run
-
-
-def _forward_saves(torch, layer, parameters, sets):
-    def run(i):
-        x, expert_ids, expert_weights, _ = sets[i]
-        return (layer(x, expert_ids, expert_weights, *parameters),)
 
     return run
 
@@ -146,7 +138,7 @@ def _backward(torch, layer, parameters, sets):
 
 _RUNNERS = {
     "forward": _forward,
-    "forward+saves": _forward_saves,
+    "forward+saves": _forward,
     "backward": _backward,
     "forward+backward": _forward_backward,
 }

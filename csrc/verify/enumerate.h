@@ -65,8 +65,8 @@ class JointProgram {
   std::string describe(int32_t node) const;
   std::string describe_counter(int32_t counter) const;
 
-  // Nothing, or which task is missing, there twice, in a run of other tasks, or waits for more than all signals
-  // together.
+  // Nothing, or which task is missing, there twice, in a run or piece that it does not fit, or waits for more than all
+  // signals together.
   std::string find_wrong_task() const;
 
  private:

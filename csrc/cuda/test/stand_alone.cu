@@ -6,9 +6,9 @@
 //
 //   stand_alone --ranks 1,2 --ring-rows 128,0 --comm-ctas 0,2 --save 0,1,2 --repeats 50 --poison 1
 //
-// Ring 0 holds every row that can arrive; save is an enum Save. With --fails 1 (2) the first setting alone is run, and
-// a wait of its forward (backward) must last longer than timeout-us, and all that depends on it be NaN. See Options for
-// the others and what they are otherwise.
+// Ring 0 holds every row that can arrive; save is an enum Save. timeout-us are limits of waits in the forward and in
+// the backward. With --fails 1 (2) the first setting alone is run, and a wait of its forward (backward) must last
+// longer than that, and all that depends on it be NaN. See Options for the others and what they are otherwise.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -49,7 +49,7 @@ struct Options {
       {"f32-grads", {0}},
       {"seed", {0}},
       {"fails", {0}},
-      {"timeout-us", {30'000'000, 30'000'000}},  // of the forward and of the backward
+      {"timeout-us", {30'000'000, 30'000'000}},
   };
 
   Options(int argc, char** argv) {
