@@ -48,10 +48,13 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8
   for (RowCursor at(row_bytes); at.row < rows; at.advance()) {
     const uint32_t piece = pieces.wait();
     uint8_t* place = to + int64_t{at.row} * row_bytes + at.offset;
+    uint4 held[Pieces::kVectors];  // all at once, since shared memory takes its time
+#pragma unroll
+    for (int32_t v = 0; v < Pieces::kVectors; ++v) held[v] = load_shared(piece + v * Pieces::kVectorBytes);
 #pragma unroll
     for (int32_t v = 0; v < Pieces::kVectors; ++v) {
       const int32_t offset = v * Pieces::kVectorBytes;
-      if (offset < at.left()) *reinterpret_cast<uint4*>(place + offset) = load_shared(piece + offset);
+      if (offset < at.left()) *reinterpret_cast<uint4*>(place + offset) = held[v];
     }
     load();
   }
@@ -64,7 +67,7 @@ __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const D
                                      const bf16* mine, int64_t source_offset, bf16* ring, Pieces& pieces) {
   const int64_t h = rank.shape.hidden;
   const int32_t begin = t.part * static_cast<int32_t>(kPullRows);
-  const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.block) - begin));
+  const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.expert, t.block) - begin));
   const RowSource* table = rank.row_table + t.block * kRowBlock + begin;
   bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + begin) * h;
   const auto source_of = [&](int32_t i) {
@@ -116,16 +119,20 @@ __device__ __forceinline__ void signal(const Task& task, int32_t* counters) {
   for (int32_t i = 0; i < task.signal_count; ++i) add_release_gpu(counters + task.signals[i], 1);
 }
 
-// Rows of a block are ordered by source rank, so the rows of each source are one run.
-__device__ __forceinline__ void notify_sources(const Rank& rank, const Plan& plan, const Task& t) {
+// Of each 32 rows, the first lane of those with the same source counts them. A fence takes longer than all else here.
+__device__ __forceinline__ void notify_sources(const Rank& rank, const Task& t) {
+  constexpr int32_t kRounds = static_cast<int32_t>(kRowBlock) / 32;
   const RowSource* rows = rank.row_table + t.block * kRowBlock;
-  const int32_t count = plan.real_rows(t.block);
-  for (int32_t i = lane_index(); i < count; i += 32) {
-    const int32_t source = rows[i].rank;
-    if (i > 0 && rows[i - 1].rank == source) continue;
-    int32_t end = i + 1;
-    while (end < count && rows[end].rank == source) ++end;
-    add_release_sys(&rank.arena_header(source).arrived[t.part], end - i);
+  const int32_t lane = lane_index();
+  int32_t sources[kRounds];
+#pragma unroll
+  for (int32_t i = 0; i < kRounds; ++i) sources[i] = rows[i * 32 + lane].rank;
+  fence_sys();
+#pragma unroll
+  for (int32_t i = 0; i < kRounds; ++i) {
+    const uint32_t same = __match_any_sync(0xffffffff, sources[i]);
+    if (sources[i] < 0 || lane != __ffs(same) - 1) continue;
+    add_relaxed_sys(&rank.arena_header(sources[i]).arrived[t.part], __popc(same));
   }
 }
 
@@ -154,7 +161,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
     if (!buffer.go_on) return;
     const Task& task = buffer.task;
     if (task.kind == TaskKind::notify) {
-      notify_sources(rank, plan, task);
+      notify_sources(rank, task);
     } else if (task.kind == TaskKind::reduce) {
       run_reduce(rank, call, task, buffer.block, pieces);
     } else {

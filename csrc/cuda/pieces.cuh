@@ -26,8 +26,7 @@ class Pieces {
       async_copy_16(piece_ + v * kVectorBytes, from + v * kVectorBytes, v * kVectorBytes < bytes ? 16 : 0);
     }
     async_copy_commit();
-    piece_ += kBytes;
-    if (piece_ == begin_ + kCount * kBytes) piece_ = begin_;
+    piece_ = after(piece_);
   }
   // At the end: loads of nothing, too, write zeros, which must not come into places that are in use again.
   __device__ __forceinline__ void finish() const { async_copy_wait<0>(); }
@@ -35,10 +34,20 @@ class Pieces {
   // the lane's first vector, which the next load overwrites.
   __device__ __forceinline__ uint32_t wait() const {
     async_copy_wait<kCount - 1>();
-    return piece_;
+    return current();
+  }
+  __device__ __forceinline__ uint32_t current() const { return piece_; }
+  // The same for the place after the current one.
+  __device__ __forceinline__ uint32_t wait_for_next() const {
+    async_copy_wait<kCount - 2>();
+    return after(piece_);
   }
 
  private:
+  __device__ __forceinline__ uint32_t after(uint32_t piece) const {
+    return piece == begin_ + (kCount - 1) * kBytes ? begin_ : piece + kBytes;
+  }
+
   uint32_t begin_, piece_;
 };
 

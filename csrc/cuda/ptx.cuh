@@ -215,8 +215,10 @@ __device__ __forceinline__ void store_release_sys(int64_t* p, int64_t v) {
 __device__ __forceinline__ void add_release_gpu(int32_t* p, int32_t v) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-__device__ __forceinline__ void add_release_sys(int64_t* p, int64_t v) {
-  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+// Releases by what the thread adds, or stores, after it; one fence for several additions.
+__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void add_relaxed_sys(int64_t* p, int64_t v) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t t;

@@ -67,6 +67,23 @@ struct SlotBlock {
   }
 };
 
+// Half of a lane's vectors of a piece.
+struct HalfPiece {
+  static constexpr int32_t kVectors = kSlotVectors / 2;
+  uint4 vectors[kVectors];
+
+  __device__ __forceinline__ void load(uint32_t piece, int32_t half) {
+#pragma unroll
+    for (int32_t i = 0; i < kVectors; ++i) {
+      vectors[i] = load_shared(piece + (half * kVectors + i) * Pieces::kVectorBytes);
+    }
+  }
+  __device__ __forceinline__ void add_to(Float8* sums, float scale) const {
+#pragma unroll
+    for (int32_t i = 0; i < kVectors; ++i) sums[i].add_scaled(vectors[i], scale);
+  }
+};
+
 // A block's slots on their way: token by token, of each its columns, of each all slots. What every piece needs is in
 // registers: a communication warp has its loop to itself, and nothing else to hide latencies.
 class SlotStream {
@@ -75,16 +92,30 @@ class SlotStream {
       : pieces_(pieces), slot_bytes_(static_cast<int32_t>(b.h) * 2), top_k_(b.top_k), tokens_left_(b.tokens) {
     begin_columns(b);
     for (int32_t i = 0; i < Pieces::kCount; ++i) load_next(b);
+    first_.load(pieces_.wait(), 0);
   }
 
-  __device__ __forceinline__ uint32_t wait() const { return pieces_.wait(); }
+  // Adds the current slot's columns, scaled, if it is `present`, and goes on to the next slot. One half of a piece
+  // comes from shared memory while the other one is added; in one branch, so that the compiler mixes them.
+  __device__ __forceinline__ void add(Float8 (&sums)[kSlotVectors], bool present, float scale, const SlotBlock& b) {
+    if (present) {
+      HalfPiece second;
+      second.load(pieces_.current(), 1);
+      first_.add_to(sums, scale);
+      first_.load(pieces_.wait_for_next(), 0);
+      second.add_to(sums + HalfPiece::kVectors, scale);
+    } else {
+      first_.load(pieces_.wait_for_next(), 0);
+    }
+    load_next(b);
+  }
+
+ private:
   __device__ __forceinline__ void load_next(const SlotBlock& b) {
     pieces_.load(from_, tokens_left_ > 0 ? bytes_ : 0);
     from_ += slot_bytes_;
     if (++k_ == top_k_) end_columns(b);
   }
-
- private:
   __device__ __forceinline__ void begin_columns(const SlotBlock& b) {
     const int32_t own = column_ + lane_index() * 8;
     from_ = reinterpret_cast<const uint8_t*>(b.slots + (b.tokens - tokens_left_) * b.top_k * b.h + own);
@@ -101,6 +132,7 @@ class SlotStream {
   }
 
   Pieces& pieces_;
+  HalfPiece first_;
   const uint8_t* from_;
   int32_t slot_bytes_, top_k_, tokens_left_, bytes_, column_ = 0, k_ = 0;  // bytes_: to this lane's right
 };
@@ -111,24 +143,21 @@ template <bool kWeighted>
 struct SlotTerms {
   int32_t id;
   float weight;
+  bool bad;  // the token
 
   __device__ __forceinline__ void look_up(const SlotBlock& b, int32_t token, int32_t first) {
     const int32_t k = first + lane_index(), slot = token * b.top_k + k;
-    id = k < b.top_k && token < b.tokens ? b.ids[slot] : -1;
-    weight = kWeighted && id >= 0 ? b.weights[slot] : 1.f;
+    const bool is_token = token < b.tokens, is_slot = is_token && k < b.top_k;
+    bad = is_token && b.bad[token];
+    id = is_slot ? b.ids[slot] : -1;
+    weight = kWeighted && is_slot ? b.weights[slot] : 1.f;
   }
   __device__ __forceinline__ void add_to(Float8 (&sums)[kSlotVectors], int32_t count, const SlotBlock& b,
                                          SlotStream& stream) const {
     uint32_t present = __ballot_sync(0xffffffff, id >= 0);
     for (int32_t k = 0; k < count; ++k, present >>= 1) {
       const float scale = kWeighted ? __shfl_sync(0xffffffff, weight, k) : 1.f;
-      const uint32_t held = stream.wait();
-      if (present & 1) {
-#pragma unroll
-        for (int32_t v = 0; v < kSlotVectors; ++v)
-          sums[v].add_scaled(load_shared(held + v * Pieces::kVectorBytes), scale);
-      }
-      stream.load_next(b);
+      stream.add(sums, present & 1, scale, b);
     }
   }
 };
@@ -139,13 +168,12 @@ __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces
   SlotTerms<kWeighted> next;  // a token ahead
   next.look_up(b, 0, 0);
   for (int32_t token = 0; token < b.tokens; ++token) {
-    const float begin = b.bad[token] ? kNaN : 0.f;
     SlotTerms<kWeighted> terms = next;
     next.look_up(b, token + 1, 0);
     for (int32_t column = 0; column < b.width; column += kSlotColumns) {
       Float8 sums[kSlotVectors];
 #pragma unroll
-      for (Float8& sum : sums) sum.fill(begin);
+      for (Float8& sum : sums) sum.fill(terms.bad ? kNaN : 0.f);
       for (int32_t k = 0; k < b.top_k; k += 32) {
         if (b.top_k > 32) terms.look_up(b, token, k);
         terms.add_to(sums, smaller(b.top_k - k, 32), b, stream);

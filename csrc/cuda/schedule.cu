@@ -135,24 +135,29 @@ __device__ void count_slots(const Block& b, const Tables& t) {
     if (expert >= 0) atomicAdd(mine + expert, 1);
   });
   __syncthreads();
-  int32_t* histogram = b.rank.in_workspace<int32_t>(b.layout.histogram) + int64_t{b.index} * t.experts;
+  int32_t* histogram = b.rank.in_workspace<int32_t>(b.layout.histogram);
   for (int32_t e = threadIdx.x; e < t.experts; e += kThreads) {
     int32_t sum = 0;
     for (int32_t w = 0; w < kWarps; ++w) sum += t.next[w * t.experts + e];
-    histogram[e] = sum;
+    histogram[int64_t{e} * b.count + b.index] = sum;
   }
 }
 
-// From all CTAs' histograms: rows and first block of every expert, and where each warp of this CTA begins to write.
+// From all CTAs' histograms, [experts, CTAs]: rows and first block of every expert, and where each warp of this CTA
+// begins to write. A warp an expert.
 __device__ void place_experts(const Block& b, const Tables& t) {
   const int32_t* histogram = b.rank.in_workspace<int32_t>(b.layout.histogram);
-  for (int32_t e = threadIdx.x; e < t.experts; e += kThreads) {
+  const int32_t lane = threadIdx.x % 32;
+  for (int32_t e = threadIdx.x / 32; e < t.experts; e += kWarps) {
     int32_t total = 0, before = 0;
-    for (int32_t other = 0; other < b.count; ++other) {
-      const int32_t rows = __ldcg(histogram + int64_t{other} * t.experts + e);
+    for (int32_t other = lane; other < b.count; other += 32) {
+      const int32_t rows = __ldcg(histogram + int64_t{e} * b.count + other);
       total += rows;
       if (other < b.index) before += rows;
     }
+    total = __reduce_add_sync(0xffffffff, total);
+    before = __reduce_add_sync(0xffffffff, before);
+    if (lane != 0) continue;
     t.expert_rows[e] = total;
     for (int32_t w = 0; w < kWarps; ++w) {
       const int32_t rows = t.next[w * t.experts + e];
@@ -161,12 +166,7 @@ __device__ void place_experts(const Block& b, const Tables& t) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    t.expert_block[0] = 0;
-    for (int32_t e = 0; e < t.experts; ++e) {
-      t.expert_block[e + 1] = t.expert_block[e] + static_cast<int32_t>(ceil_div(t.expert_rows[e], kRowBlock));
-    }
-  }
+  if (threadIdx.x == 0) mok::place_experts(t.experts, t.expert_rows, t.expert_block);
   __syncthreads();
 }
 
@@ -195,7 +195,7 @@ __device__ void write_schedule(const Block& b, Direction direction) {
   const Shape& s = rank.shape;
   int32_t* macro_block = rank.in_workspace<int32_t>(b.layout.macro_block);
   Schedule& schedule = *rank.in_workspace<Schedule>(b.layout.schedule);
-  Plan& p = schedule.plan;
+  Plan p;
   p.tiles = rank.tiles;
   p.save = rank.save;
   p.rank = static_cast<int32_t>(s.rank);
@@ -218,6 +218,7 @@ __device__ void write_schedule(const Block& b, Direction direction) {
     backward_communication(p, communication);
     backward_compute(p, compute);
   }
+  schedule.plan = p;
   schedule.communication = communication;
   schedule.compute = compute;
 }
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_forward(const __grid_con
   if (!b.barrier(2)) return;
   place_experts(b, t);
   write_rows(b, t);
-  if (b.index != 0) return;
+  if (b.index != b.count - 1) return;  // the last one has the fewest rows to write, often none
   int32_t* expert_block = b.rank.in_workspace<int32_t>(b.layout.expert_block);
   for (int32_t e = threadIdx.x; e <= t.experts; e += kThreads) {
     expert_block[e] = t.expert_block[e];
@@ -258,11 +259,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_forward(const __grid_con
 __global__ void __launch_bounds__(kThreads, 1) schedule_backward(const __grid_constant__ Launch<BackwardRank> launch) {
   Block b = block_of(launch);
   if (!begin(b) || b.index != 0 || threadIdx.x != 0) return;
-  int32_t* expert_block = b.rank.in_workspace<int32_t>(b.layout.expert_block);
-  expert_block[0] = 0;
-  for (int64_t e = 0; e < b.rank.shape.local_experts; ++e) {
-    expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(b.rank.expert_rows[e], kRowBlock));
-  }
+  mok::place_experts(static_cast<int32_t>(b.rank.shape.local_experts), b.rank.expert_rows,
+                     b.rank.in_workspace<int32_t>(b.layout.expert_block));
   write_schedule(b, Direction::backward);
 }
 

@@ -97,7 +97,8 @@ const T* Tiles<T>::pre_activations_of(int32_t m, int32_t block) const {
 template <class T>
 void Tiles<T>::pull(const Task& t, int64_t source_offset, T* ring) {
   const int64_t h = shape_.hidden;
-  const int64_t begin = t.part * kPullRows, end = smaller<int64_t>(begin + kPullRows, plan_.real_rows(t.block));
+  const int64_t begin = t.part * kPullRows,
+                end = smaller<int64_t>(begin + kPullRows, plan_.real_rows(t.expert, t.block));
   for (int64_t i = begin; i < end; ++i) {
     const RowSource source = buffers_.row_table[t.block * kRowBlock + i];
     const T* from = in_arena<T>(source.rank, source_offset) + source.slot / shape_.top_k * h;
@@ -122,7 +123,7 @@ void Tiles<T>::pull_grads(const Task& t) {
 // wants the pre-activations alone.
 template <class T>
 void Tiles<T>::gate_up(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.block);
+  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
   const auto [column, width] = columns_of(t.part, kGateUpColumns, inner);
   const int64_t up_column = TileMatmul::aligned(width), weights = t.expert * h * inner;
   const auto x = row_major(rows_of(t.macrobatch, t.block), h);
@@ -159,7 +160,7 @@ void Tiles<T>::push(const Task& t, int64_t rows, Span columns) {
 
 template <class T>
 void Tiles<T>::down(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.block);
+  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
   const Span columns = columns_of(t.part, kTileColumns, h);
   matmul_.begin(rows, columns.count);
   matmul_.add(row_major(static_cast<const T*>(buffers_.hidden) + ring_row(t.block) * inner, inner),
@@ -169,7 +170,7 @@ void Tiles<T>::down(const Task& t) {
 
 template <class T>
 void Tiles<T>::hidden_grad(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.block);
+  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
   const auto [column, width] = columns_of(t.part, kTileColumns, inner);
   matmul_.begin(rows, width);
   matmul_.add(row_major(static_cast<const T*>(buffers_.grads) + ring_row(t.block) * h, h),
@@ -206,7 +207,7 @@ void Tiles<T>::push_router_grads(const Task& t, int64_t rows) {
 
 template <class T>
 void Tiles<T>::row_grad(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.block);
+  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
   const Span columns = columns_of(t.part, kTileColumns, h);
   const int64_t weights = t.expert * h * inner;
   const auto grads =
@@ -229,7 +230,7 @@ void Tiles<T>::weight_grad(const Task& t) {
     for (int64_t i = 0; i < tile.rows; ++i) std::copy_n(scratch + i * tile.width, tile.columns, matmul_.row(i));
   }
   for (int32_t block = t.block; block < t.block + t.blocks; ++block) {
-    const int64_t row = ring_row(block), depth = plan_.real_rows(block);
+    const int64_t row = ring_row(block), depth = plan_.real_rows(t.expert, block);
     Operand<T> left = row_major(rows_of(t.macrobatch, block), h);
     Operand<T> right = row_major(static_cast<const T*>(buffers_.gate_up_grads) + row * 2 * inner, 2 * inner);
     if (tile.matrix == WeightGradTile::kWi1) right = right.at(0, inner);

@@ -118,7 +118,7 @@ void Workers::signal(const Task& task) {
 // Rows of an expert are ordered by source, so each source of the block is one run of rows.
 void Workers::notify_sources(const Task& task) {
   const RowSource* rows = row_table_ + task.block * kRowBlock;
-  const int32_t count = plan_.real_rows(task.block);
+  const int32_t count = plan_.real_rows(task.expert, task.block);
   for (int32_t begin = 0, end; begin < count; begin = end) {
     for (end = begin + 1; end < count && rows[end].rank == rows[begin].rank;) ++end;
     group_.add_arrived(rows[begin].rank, task.part, end - begin);

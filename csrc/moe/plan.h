@@ -53,11 +53,10 @@ struct Plan {
   MOK_FN int32_t macrobatch_of(int32_t block) const { return last_not_above(macro_block, macrobatches + 1, block); }
   MOK_FN int32_t ring_block(int32_t block) const { return block % ring_blocks; }
 
-  // Rows of a block that are not padding.
-  MOK_FN int32_t real_rows(int32_t block) const {
-    const int32_t e = expert_of(block);
-    const int64_t before = int64_t{block - expert_block[e]} * kRowBlock;
-    return static_cast<int32_t>(smaller<int64_t>(kRowBlock, expert_rows[e] - before));
+  // Rows of an expert's block that are not padding.
+  MOK_FN int32_t real_rows(int32_t expert, int32_t block) const {
+    const int64_t before = int64_t{block - expert_block[expert]} * kRowBlock;
+    return static_cast<int32_t>(smaller<int64_t>(kRowBlock, expert_rows[expert] - before));
   }
 
   // Experts whose weight gradients belong to a macrobatch: [first_expert, end_expert). Those with rows in it, and

@@ -110,7 +110,7 @@ class Regions {
   // Padding rows of the ring are written too, as an executor may zero them.
   MOK_FN void pull(const Task& t, Storage from, Storage to) {
     const Range rows{t.part * static_cast<int32_t>(kPullRows), (t.part + 1) * static_cast<int32_t>(kPullRows)};
-    for (int32_t i = rows.begin; i < smaller(rows.end, plan_.real_rows(t.block)); ++i) {
+    for (int32_t i = rows.begin; i < smaller(rows.end, plan_.real_rows(t.expert, t.block)); ++i) {
       const RowSource source = rows_[t.block * kRowBlock + i];
       const int64_t token = source.slot / shape_.top_k;
       visit_(Region{from, source.rank, false, token, token + 1, {0, 1}, 0});
@@ -124,7 +124,7 @@ class Regions {
 
   // One tile of columns of every row, at the rows' sources.
   MOK_FN void push(const Task& t, Storage storage, int32_t tile) {
-    for (int32_t i = 0; i < plan_.real_rows(t.block); ++i) {
+    for (int32_t i = 0; i < plan_.real_rows(t.expert, t.block); ++i) {
       const RowSource source = rows_[t.block * kRowBlock + i];
       visit_(Region{storage, source.rank, true, source.slot, int64_t{source.slot} + 1, {tile, tile + 1}, 0});
     }

@@ -17,23 +17,26 @@ struct RowSource {
 MOK_FN int32_t clean_expert_ids(const Shape& s, const int32_t* ids, int32_t* clean, uint8_t* bad) {
   int32_t bad_tokens = 0;
   for (int64_t t = 0; t < s.tokens; ++t) {
-    bad[t] = 0;
+    bool is_bad = false;
     for (int64_t k = 0; k < s.top_k; ++k) {
       const int32_t id = ids[t * s.top_k + k];
-      if (id < -1 || id >= s.experts()) bad[t] = 1;
+      is_bad = is_bad || id < -1 || id >= s.experts();
     }
-    for (int64_t k = 0; k < s.top_k; ++k) clean[t * s.top_k + k] = bad[t] ? -1 : ids[t * s.top_k + k];
-    bad_tokens += bad[t];
+    for (int64_t k = 0; k < s.top_k; ++k) clean[t * s.top_k + k] = is_bad ? -1 : ids[t * s.top_k + k];
+    bad[t] = is_bad;
+    bad_tokens += is_bad;
   }
   return bad_tokens;
 }
 
 // The first row block of each expert, and the end: `expert_block` [experts + 1].
 MOK_FN void place_experts(int32_t experts, const int32_t* expert_rows, int32_t* expert_block) {
-  expert_block[0] = 0;
+  int32_t block = 0;
   for (int32_t e = 0; e < experts; ++e) {
-    expert_block[e + 1] = expert_block[e] + static_cast<int32_t>(ceil_div(expert_rows[e], kRowBlock));
+    expert_block[e] = block;
+    block += static_cast<int32_t>(ceil_div(expert_rows[e], kRowBlock));
   }
+  expert_block[experts] = block;
 }
 
 // ids(rank, slot): the clean expert id of any rank's slot. Writes `expert_rows` [local_experts], rows without padding,

@@ -66,7 +66,7 @@ Node JointProgram::make_node(int32_t rank, const Task& task) const {
   for (int32_t i = 0; i < task.signal_count; ++i) node.signals.push_back({base + task.signals[i], 1});
   if (task.kind != TaskKind::notify) return node;
   const RankPlan& r = *ranks_[rank];
-  for (int32_t i = 0; i < r.plan.real_rows(task.block); ++i) {
+  for (int32_t i = 0; i < r.plan.real_rows(task.expert, task.block); ++i) {
     const int32_t source = r.rows[task.block * kRowBlock + i].rank;
     const int32_t arrived = first_counter_[source] + CounterMap(ranks_[source]->plan).arrived(task.part);
     if (node.signals.empty() || node.signals.back().counter != arrived) node.signals.push_back({arrived, 0});

@@ -12,7 +12,7 @@ struct Backward {
 
   __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
     if (t.kind == TaskKind::weight_grad) return WeightGrad::look_up(plan, t);
-    t.real_rows = plan.real_rows(t.block);
+    t.real_rows = plan.real_rows(t.expert, t.block);
     t.steps = steps_of(t.kind == TaskKind::row_grad ? rank.shape.intermediate : rank.shape.hidden);
     if (t.kind == TaskKind::row_grad) t.steps *= 2;
     if (t.kind == TaskKind::hidden_grad) t.chunks = HiddenGrad::chunks(rank.shape, t.part);

@@ -10,7 +10,7 @@ struct Forward {
 
   __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
     t.steps = steps_of(t.kind == TaskKind::gate_up ? rank.shape.hidden : rank.shape.intermediate);
-    t.real_rows = plan.real_rows(t.block);
+    t.real_rows = plan.real_rows(t.expert, t.block);
   }
 
   __device__ static __forceinline__ PlaceInRun place_in_run(const Rank&, const QueuedTask& t) {
@@ -97,9 +97,9 @@ int64_t shared_bytes() { return sizeof(Shared); }
 int32_t threads() { return kThreads; }
 
 TileCounts tile_counts(const Shape& s) {
-  // With less depth the down tiles of a group are done before tokens are reduced over the one before; then groups only
-  // cost the cache's locality.
-  return count_tiles(s, kTileColumns, kGateUpColumns, s.intermediate >= 2048 ? kColumnGroups : 1);
+  // With less depth the down tiles of a group are done before tokens are reduced over the one before; then more than
+  // two groups only cost the cache's locality.
+  return count_tiles(s, kTileColumns, kGateUpColumns, s.intermediate >= 2048 ? kColumnGroups : 2);
 }
 
 }  // namespace mok::cuda::sm90

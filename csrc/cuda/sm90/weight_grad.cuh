@@ -42,7 +42,7 @@ class WeightGrad {
   __device__ static __forceinline__ void look_up(const Plan& plan, QueuedTask& t) {
     // All rows of a piece but the padding of its last block beyond a whole step.
     const int64_t whole = int64_t{t.blocks - 1} * kBlockRows;
-    t.steps = t.blocks > 0 ? steps_of(whole + plan.real_rows(t.block + t.blocks - 1)) : 0;
+    t.steps = t.blocks > 0 ? steps_of(whole + plan.real_rows(t.expert, t.block + t.blocks - 1)) : 0;
     t.begun = plan.begins_earlier(t.macrobatch, t.expert);
     t.goes_on = plan.ends_later(t.macrobatch, t.expert);
   }

@@ -5,6 +5,8 @@
 namespace mok::cuda::test {
 namespace {
 
+// With kAhead, a piece's first vectors are read before the piece before it is given up.
+template <bool kAhead>
 __global__ void copy_through_pieces(const uint8_t* in, int32_t bytes, uint8_t* out) {
   __shared__ Pieces::Memory memory;
   Pieces pieces(memory);
@@ -15,11 +17,15 @@ __global__ void copy_through_pieces(const uint8_t* in, int32_t bytes, uint8_t* o
     next += Pieces::kBytes;
   };
   for (int32_t i = 0; i < Pieces::kCount; ++i) load();
+  uint4 first = load_shared(pieces.wait());
   for (int32_t at = own; at - own < bytes; at += Pieces::kBytes) {
-    const uint32_t piece = pieces.wait();
-    for (int32_t v = 0; v < Pieces::kVectors; ++v) {
+    const uint32_t piece = kAhead ? pieces.current() : pieces.wait();
+    if (!kAhead) first = load_shared(piece);
+    *reinterpret_cast<uint4*>(out + at) = first;
+    for (int32_t v = 1; v < Pieces::kVectors; ++v) {
       *reinterpret_cast<uint4*>(out + at + v * Pieces::kVectorBytes) = load_shared(piece + v * Pieces::kVectorBytes);
     }
+    if (kAhead) first = load_shared(pieces.wait_for_next());
     load();
   }
   pieces.finish();
@@ -31,9 +37,11 @@ TEST(pieces) {
     const int32_t whole = (bytes + Pieces::kBytes - 1) / Pieces::kBytes * Pieces::kBytes;
     std::vector<uint8_t> given(whole, kUnwritten), expected(whole);
     for (int32_t i = 0; i < bytes; ++i) given[i] = expected[i] = static_cast<uint8_t>(i * 31 + i / 251);
-    Array<uint8_t> in(given), out(whole);
-    launch(copy_through_pieces, 1, 32, 0, in.data(), bytes, out.data());
-    expect_equal(out.host(), expected);
+    for (const auto kernel : {copy_through_pieces<false>, copy_through_pieces<true>}) {
+      Array<uint8_t> in(given), out(whole);
+      launch(kernel, 1, 32, 0, in.data(), bytes, out.data());
+      expect_equal(out.host(), expected);
+    }
   }
 }
 

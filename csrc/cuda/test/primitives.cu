@@ -444,7 +444,8 @@ TEST(scoped_loads_and_stores) {
 
 __global__ void add_many(int32_t* small, int64_t* large) {
   add_release_gpu(small, 3);
-  add_release_sys(large, int64_t{1} << 30);
+  fence_sys();
+  add_relaxed_sys(large, int64_t{1} << 30);
 }
 
 TEST(scoped_reductions) {
