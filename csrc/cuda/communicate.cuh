@@ -61,30 +61,36 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8
   pieces.finish();
 }
 
-// Copies a pull task's rows from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since alone it
-// stages none. Padding rows become zero.
+// The rows of its block that a pull task fetches; if several warps share it, those of one of them.
+__device__ __forceinline__ Range pulled_rows(const Task& t, int32_t warp = 0, int32_t warps = 1) {
+  const int32_t count = static_cast<int32_t>(kPullRows) / warps;
+  const int32_t begin = t.part * static_cast<int32_t>(kPullRows) + warp * count;
+  return {begin, begin + count};
+}
+
+// Copies these rows of a task's block from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since
+// alone it stages none. Padding rows become zero.
 __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                     const bf16* mine, int64_t source_offset, bf16* ring, Pieces& pieces) {
+                                     Range rows, const bf16* mine, int64_t source_offset, bf16* ring, Pieces& pieces) {
   const int64_t h = rank.shape.hidden;
-  const int32_t begin = t.part * static_cast<int32_t>(kPullRows);
-  const int32_t rows = smaller(static_cast<int32_t>(kPullRows), larger(0, plan.real_rows(t.expert, t.block) - begin));
-  const RowSource* table = rank.row_table + t.block * kRowBlock + begin;
-  bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + begin) * h;
+  const int32_t real = smaller(rows.size(), larger(0, plan.real_rows(t.expert, t.block) - rows.begin));
+  const RowSource* table = rank.row_table + t.block * kRowBlock + rows.begin;
+  bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + rows.begin) * h;
   const auto source_of = [&](int32_t i) {
     const RowSource source = table[i];
     const bf16* from = source.rank == plan.rank ? mine : rank.in_arena<bf16>(source.rank, arena.at(source_offset));
     return from + source.slot / static_cast<int32_t>(rank.shape.top_k) * h;
   };
-  copy_rows(rows, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), source_of, pieces);
-  uint4* rest = reinterpret_cast<uint4*>(to + rows * h);
-  for (int64_t i = lane_index(); i < (kPullRows - rows) * h / 8; i += 32) rest[i] = uint4{};
+  copy_rows(real, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), source_of, pieces);
+  uint4* rest = reinterpret_cast<uint4*>(to + real * h);
+  for (int64_t i = lane_index(); i < (rows.size() - real) * h / 8; i += 32) rest[i] = uint4{};
 }
 
-// The router weights of a pull task's rows; of padding rows 0.
+// The router weights of the same rows; of padding rows 0.
 __device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan, const DeviceArena& arena,
-                                             const Task& t, float* row_weights) {
-  const int32_t row = t.part * static_cast<int32_t>(kPullRows) + lane_index();
-  if (lane_index() >= kPullRows) return;
+                                             const Task& t, Range rows, float* row_weights) {
+  const int32_t row = rows.begin + lane_index();
+  if (row >= rows.end) return;
   const RowSource source = rank.row_table[t.block * kRowBlock + row];
   float weight = 0.f;
   if (source.rank >= 0) {
@@ -95,14 +101,14 @@ __device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan,
 }
 
 __device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceArena& arena,
-                                         const Task& t, Pieces& pieces) {
-  pull(rank, plan, arena, t, rank.x, arena.layout.x, rank.rows, pieces);
+                                         const Task& t, Range rows, Pieces& pieces) {
+  pull(rank, plan, arena, t, rows, rank.x, arena.layout.x, rank.rows, pieces);
 }
 __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceArena& arena,
-                                         const Task& t, Pieces& pieces) {
+                                         const Task& t, Range rows, Pieces& pieces) {
   const bool grads = t.kind == TaskKind::pull_grads;
-  if (grads) pull_weights(rank, plan, arena, t, rank.row_weights);
-  pull(rank, plan, arena, t, grads ? rank.dy : rank.x, grads ? arena.layout.dy : arena.layout.x,
+  if (grads) pull_weights(rank, plan, arena, t, rows, rank.row_weights);
+  pull(rank, plan, arena, t, rows, grads ? rank.dy : rank.x, grads ? arena.layout.dy : arena.layout.x,
        grads ? rank.grads : rank.rows, pieces);
 }
 
@@ -136,7 +142,8 @@ __device__ __forceinline__ void notify_sources(const Rank& rank, const Task& t) 
   }
 }
 
-// One communication worker: claims tasks of the communication list until it is done or the call has failed.
+// One communication worker: claims tasks of the communication list, those after the first pulls, until it is done or
+// the call has failed.
 template <class R>
 __device__ __forceinline__ void communicate(const R& rank, const Schedule& schedule, int64_t call,
                                             CommunicationBuffer& buffer) {
@@ -150,6 +157,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
   while (true) {
     if (lane == 0) {
       const int64_t ticket =
+          schedule.first_pulls +
           atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().communication_ticket), 1ull);
       buffer.go_on = ticket < list.tasks;
       if (buffer.go_on) {
@@ -165,7 +173,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
     } else if (task.kind == TaskKind::reduce) {
       run_reduce(rank, call, task, buffer.block, pieces);
     } else {
-      run_pull(rank, plan, arena, task, pieces);
+      run_pull(rank, plan, arena, task, pulled_rows(task), pieces);
       fence_proxy_async();  // the products load the rows through the asynchronous proxy
       __syncwarp();
       if (lane == 0) signal(task, counters);

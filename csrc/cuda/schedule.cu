@@ -218,6 +218,10 @@ __device__ void write_schedule(const Block& b, Direction direction) {
     backward_communication(p, communication);
     backward_compute(p, compute);
   }
+  // They wait for nothing. Two for each CTA are enough for all to have something to compute.
+  const Segment& first = communication.segments[0];
+  const bool pulls = first.kind == TaskKind::pull_rows || first.kind == TaskKind::pull_grads;
+  schedule.first_pulls = pulls ? smaller<int64_t>(first.tasks(), 2 * b.count) : 0;
   schedule.plan = p;
   schedule.communication = communication;
   schedule.compute = compute;

@@ -49,11 +49,12 @@ struct DeviceArena {
 struct Schedule {
   Plan plan;
   TaskList communication, compute;
+  int64_t first_pulls;  // tasks at the begin of the communication list that math warps run before they compute
 };
 
 // Zero when a call begins.
 struct WorkspaceHeader {
-  int64_t communication_ticket, compute_ticket;
+  int64_t first_pull_ticket, communication_ticket, compute_ticket;
   int64_t cycles;   // of the layer kernel's CTAs that have ended
   int32_t barrier;  // of the schedule kernel's CTAs
   int32_t valid_slots, bad_tokens;

@@ -21,6 +21,8 @@ inline constexpr int32_t kSchedulerWarp = kMathWarps, kProducerWarp = 9, kStoreW
 inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
+// Named barriers; 0 is the CTA's, and the first of these is one for each math warpgroup.
+inline constexpr int32_t kGroupBarrier = 1, kPullBarrier = 3, kBeginBarrier = 4, kEndBarrier = 5;
 
 // Which of how many neighbouring tasks that multiply with the same right operand.
 struct PlaceInRun {
@@ -52,6 +54,11 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 232448);
 static_assert(kMathWarps * sizeof(CommunicationBuffer) <= sizeof(TileMemory::stages));
+
+// Of the math warps, when they do not compute: in the place of the stages.
+__device__ __forceinline__ CommunicationBuffer* math_buffers(Shared& s) {
+  return reinterpret_cast<CommunicationBuffer*>(s.tiles.stages);
+}
 
 // ---- The scheduler: one lane. Tasks that it has got wait in order; only their loads wait for them.
 
@@ -209,8 +216,8 @@ struct Math {
   __device__ __forceinline__ uint32_t park_address(Shared& s) {
     return shared_address(s.tiles.staging[thread_index() / 128]) + thread_index() % 128 * 16;
   }
-  // Until all threads of this warpgroup are here; barrier 0 is the CTA's.
-  __device__ __forceinline__ void meet_warpgroup() { named_barrier(1 + thread_index() / 128, 128); }
+  // Until all threads of this warpgroup are here.
+  __device__ __forceinline__ void meet_warpgroup() { named_barrier(kGroupBarrier + thread_index() / 128, 128); }
   // Nothing is staged; the store warp learns that this warpgroup's own stores are issued, and signals.
   __device__ __forceinline__ void stage_nothing(Shared& s) {
     fence_proxy_async();
@@ -274,21 +281,48 @@ __device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s
 
 // ---- The CTA.
 
-// When a CTA's stages are no longer used, its math warps turn to what is left of the communication list; those of a CTA
-// that only communicates do at once.
+// A call begins with nothing to compute: math warps pull the first rows, all warps of a CTA one task at a time.
+template <class R>
+__device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
+  static_assert(kPullRows % kMathWarps == 0);
+  const int32_t warp = thread_index() / 32;
+  const Schedule& schedule = s.schedule;
+  const DeviceArena arena(rank.shape);
+  int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
+  CommunicationBuffer *buffers = math_buffers(s), &common = buffers[0];
+  Pieces pieces(buffers[warp].pieces);
+  while (true) {
+    if (thread_index() == 0) {
+      const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().first_pull_ticket), 1ull);
+      common.go_on = ticket < schedule.first_pulls;
+      if (common.go_on) write_task(rank, schedule.plan, schedule.communication.segments[0], ticket, common.task);
+    }
+    named_barrier(kPullBarrier, kMathWarps * 32);
+    if (!common.go_on) break;
+    run_pull(rank, schedule.plan, arena, common.task, pulled_rows(common.task, warp, kMathWarps), pieces);
+    fence_proxy_async();  // the products load the rows through the asynchronous proxy
+    named_barrier(kPullBarrier, kMathWarps * 32);
+    if (thread_index() == 0) signal(common.task, counters);
+  }
+  fence_proxy_async_shared();  // operands come into the same memory
+}
+
+// Before a CTA's stages are used, its math warps pull first rows; when they are no longer used, the warps turn to what
+// is left of the communication list. Those of a CTA that only communicates do at once.
 template <class Work>
 __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared& s, const Roles& roles) {
-  constexpr int32_t kBarrier = 3, kUsers = (kMathWarps + 1) * 32;  // math warps and the store warp
+  constexpr int32_t kUsers = (kMathWarps + 1) * 32;  // of the stages: math warps, and the producer or the store warp
   const int32_t warp = thread_index() / 32, cta = cluster_rank();
   const bool computes = roles.computes(cta);
   if (warp < kMathWarps) {
     take_registers<kMathRegisters>();
     if (computes) {
+      pull_first(rank, s);
+      named_barrier(kBeginBarrier, kUsers);
       compute<Work>(rank, s);
-      named_barrier(kBarrier, kUsers);
+      named_barrier(kEndBarrier, kUsers);
     }
-    CommunicationBuffer* buffers = reinterpret_cast<CommunicationBuffer*>(s.tiles.stages);
-    communicate(rank, s.schedule, s.call, buffers[warp]);
+    communicate(rank, s.schedule, s.call, math_buffers(s)[warp]);
     return;
   }
   give_registers<kServiceRegisters>();
@@ -299,10 +333,11 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
   } else if (warp == kSchedulerWarp) {
     if (lane_index() == 0) Scheduler<Work>(rank, s, roles).run();
   } else if (warp == kProducerWarp) {
+    named_barrier(kBeginBarrier, kUsers);
     produce<Work>(rank, s);
   } else {
     store<Work>(rank, s);
-    named_barrier(kBarrier, kUsers);
+    named_barrier(kEndBarrier, kUsers);
   }
 }
 
