@@ -1,6 +1,6 @@
-// Communication tasks, run by one warp at a time: pull rows from their source ranks into the ring, tell source ranks
-// how many of their rows have come back, and reduce those that the rank itself got back. The same code in communication
-// warps and in communication CTAs, for one GPU and for many.
+// Communication tasks, each run by one warp: pull rows from their source ranks into the ring, tell source ranks how
+// many of their rows have come back, and reduce those that the rank itself got back. The same code in communication
+// warps and in communication CTAs, for one GPU and for many. The first pulls are shared by the math warps of a CTA.
 #pragma once
 
 #include "cuda/progress.cuh"
@@ -10,7 +10,7 @@
 
 namespace mok::cuda {
 
-// Shared memory of one communication warp.
+// Shared memory of one warp that communicates.
 struct CommunicationBuffer {
   Pieces::Memory pieces;
   Task task;

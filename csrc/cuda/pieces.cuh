@@ -1,6 +1,6 @@
-// What a communication warp moves passes through a ring of pieces of its shared memory. The warp loads them by itself,
-// since the copy engine has enough to do with the products' operands. Each lane waits for, and uses, only what it has
-// loaded, so that lanes need not meet.
+// What a warp that communicates moves passes through a ring of pieces of its shared memory. The warp loads them by
+// itself, since the copy engine has enough to do with the products' operands. Each lane waits for, and uses, only what
+// it has loaded, so that lanes need not meet.
 #pragma once
 
 #include "cuda/ptx.cuh"

@@ -1,7 +1,8 @@
 // The skeleton of both megakernels on Hopper: one persistent CTA per SM, in pairs. In each, a scheduler warp gets
 // compute tasks and waits for what they need; a producer warp loads their tiles for two math warpgroups; a store warp
-// stores or pushes what these have staged; a communication warp pulls rows and reduces tokens. CTAs take their roles in
-// the order in which pairs arrive. What the tasks of a direction are is in forward.cu and backward.cu, as a Work:
+// stores or pushes what these have staged; a communication warp pulls rows and reduces tokens, and so do math warps
+// before their first and after their last task. CTAs take their roles in the order in which pairs arrive. What the
+// tasks of a direction are is in forward.cu and backward.cu, as a Work:
 //   using Rank                         its arguments
 //   look_up(rank, plan, task)          fills in what a QueuedTask knows; of weight_grad, whatever its part
 //   place_in_run(rank, task)           among neighbours with the same right operand and as many steps
