@@ -61,13 +61,6 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8
   pieces.finish();
 }
 
-// The rows of its block that a pull task fetches; if several warps share it, those of one of them.
-__device__ __forceinline__ Range pulled_rows(const Task& t, int32_t warp = 0, int32_t warps = 1) {
-  const int32_t count = static_cast<int32_t>(kPullRows) / warps;
-  const int32_t begin = t.part * static_cast<int32_t>(kPullRows) + warp * count;
-  return {begin, begin + count};
-}
-
 // Copies these rows of a task's block from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since
 // alone it stages none. Padding rows become zero.
 __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
@@ -156,9 +149,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
   const int32_t lane = lane_index();
   while (true) {
     if (lane == 0) {
-      const int64_t ticket =
-          schedule.first_pulls +
-          atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().communication_ticket), 1ull);
+      const int64_t ticket = schedule.first_pulls + add(rank.header().communication_ticket, 1);
       buffer.go_on = ticket < list.tasks;
       if (buffer.go_on) {
         write_task(rank, plan, list.segment_of(ticket), ticket, buffer.task);

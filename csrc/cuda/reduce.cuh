@@ -69,6 +69,7 @@ struct SlotBlock {
 
 // Half of a lane's vectors of a piece.
 struct HalfPiece {
+  static_assert(kSlotVectors % 2 == 0);
   static constexpr int32_t kVectors = kSlotVectors / 2;
   uint4 vectors[kVectors];
 
@@ -150,7 +151,7 @@ struct SlotTerms {
     const bool is_token = token < b.tokens, is_slot = is_token && k < b.top_k;
     bad = is_token && b.bad[token];
     id = is_slot ? b.ids[slot] : -1;
-    weight = kWeighted && is_slot ? b.weights[slot] : 1.f;
+    weight = kWeighted && is_slot ? b.weights[slot] : 1.f;  // of an empty slot, too: no load waits for another
   }
   __device__ __forceinline__ void add_to(Float8 (&sums)[kSlotVectors], int32_t count, const SlotBlock& b,
                                          SlotStream& stream) const {

@@ -145,7 +145,7 @@ __device__ void count_slots(const Block& b, const Tables& t) {
 
 // From all CTAs' histograms, [experts, CTAs]: rows and first block of every expert, and where each warp of this CTA
 // begins to write. A warp an expert.
-__device__ void place_experts(const Block& b, const Tables& t) {
+__device__ void find_places(const Block& b, const Tables& t) {
   const int32_t* histogram = b.rank.in_workspace<int32_t>(b.layout.histogram);
   const int32_t lane = threadIdx.x % 32;
   for (int32_t e = threadIdx.x / 32; e < t.experts; e += kWarps) {
@@ -166,7 +166,7 @@ __device__ void place_experts(const Block& b, const Tables& t) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) mok::place_experts(t.experts, t.expert_rows, t.expert_block);
+  if (threadIdx.x == 0) place_experts(t.experts, t.expert_rows, t.expert_block);
   __syncthreads();
 }
 
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_forward(const __grid_con
   if (!begin(b)) return;
   count_slots(b, t);
   if (!b.barrier(2)) return;
-  place_experts(b, t);
+  find_places(b, t);
   write_rows(b, t);
   if (b.index != b.count - 1) return;  // the last one has the fewest rows to write, often none
   int32_t* expert_block = b.rank.in_workspace<int32_t>(b.layout.expert_block);
@@ -263,8 +263,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_forward(const __grid_con
 __global__ void __launch_bounds__(kThreads, 1) schedule_backward(const __grid_constant__ Launch<BackwardRank> launch) {
   Block b = block_of(launch);
   if (!begin(b) || b.index != 0 || threadIdx.x != 0) return;
-  mok::place_experts(static_cast<int32_t>(b.rank.shape.local_experts), b.rank.expert_rows,
-                     b.rank.in_workspace<int32_t>(b.layout.expert_block));
+  place_experts(static_cast<int32_t>(b.rank.shape.local_experts), b.rank.expert_rows,
+                b.rank.in_workspace<int32_t>(b.layout.expert_block));
   write_schedule(b, Direction::backward);
 }
 

@@ -97,9 +97,8 @@ const T* Tiles<T>::pre_activations_of(int32_t m, int32_t block) const {
 template <class T>
 void Tiles<T>::pull(const Task& t, int64_t source_offset, T* ring) {
   const int64_t h = shape_.hidden;
-  const int64_t begin = t.part * kPullRows,
-                end = smaller<int64_t>(begin + kPullRows, plan_.real_rows(t.expert, t.block));
-  for (int64_t i = begin; i < end; ++i) {
+  const Range rows = pulled_rows(t);
+  for (int32_t i = rows.begin; i < smaller(rows.end, plan_.real_rows(t.expert, t.block)); ++i) {
     const RowSource source = buffers_.row_table[t.block * kRowBlock + i];
     const T* from = in_arena<T>(source.rank, source_offset) + source.slot / shape_.top_k * h;
     std::memcpy(ring + (ring_row(t.block) + i) * h, from, h * sizeof(T));

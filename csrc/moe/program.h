@@ -109,6 +109,13 @@ struct Task {
   MOK_FN void signal(int32_t counter) { signals[signal_count++] = counter; }
 };
 
+// The rows of its block that a pull task fetches; if several workers share it, those of one of them.
+MOK_FN Range pulled_rows(const Task& t, int32_t worker = 0, int32_t workers = 1) {
+  const int32_t count = static_cast<int32_t>(kPullRows) / workers;
+  const int32_t begin = t.part * static_cast<int32_t>(kPullRows) + worker * count;
+  return {begin, begin + count};
+}
+
 // Consecutive tasks of one kind: for items [begin, end), row blocks or whatever the kind counts, `parts` tasks each,
 // from first_part on.
 struct Segment {

@@ -109,7 +109,7 @@ class Regions {
 
   // Padding rows of the ring are written too, as an executor may zero them.
   MOK_FN void pull(const Task& t, Storage from, Storage to) {
-    const Range rows{t.part * static_cast<int32_t>(kPullRows), (t.part + 1) * static_cast<int32_t>(kPullRows)};
+    const Range rows = pulled_rows(t);
     for (int32_t i = rows.begin; i < smaller(rows.end, plan_.real_rows(t.expert, t.block)); ++i) {
       const RowSource source = rows_[t.block * kRowBlock + i];
       const int64_t token = source.slot / shape_.top_k;

@@ -123,8 +123,7 @@ class Scheduler {
   }
   __device__ __forceinline__ int64_t get_ticket() {
     if (cluster_rank() != roles_.first) return s_.mailbox.receive(mail_);
-    const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank_.header().compute_ticket),
-                                     static_cast<unsigned long long>(roles_.count));
+    const int64_t ticket = add(rank_.header().compute_ticket, roles_.count);
     if (roles_.count > 1) s_.mailbox.send(mail_, ticket + 1);
     return ticket;
   }
@@ -294,7 +293,7 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
   Pieces pieces(buffers[warp].pieces);
   while (true) {
     if (thread_index() == 0) {
-      const int64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().first_pull_ticket), 1ull);
+      const int64_t ticket = add(rank.header().first_pull_ticket, 1);
       common.go_on = ticket < schedule.first_pulls;
       if (common.go_on) write_task(rank, schedule.plan, schedule.communication.segments[0], ticket, common.task);
     }
@@ -365,7 +364,7 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
   cluster_barrier();  // nobody needs this CTA's shared memory any more
   bool last = false;
   if (thread_index() == 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&rank.header().cycles), clock64() - s.began);
+    add(rank.header().cycles, clock64() - s.began);
     __threadfence();
     const int32_t ranks = launch.ranks_here, pairs = static_cast<int32_t>(gridDim.x) / kPair;
     last = atomicAdd(&rank.header().departures, 1) == (pairs - s.here + ranks - 1) / ranks * kPair - 1;
