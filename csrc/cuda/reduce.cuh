@@ -165,9 +165,9 @@ struct SlotTerms {
 
 template <bool kWeighted>
 __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces) {
-  SlotStream stream(b, pieces);
   SlotTerms<kWeighted> next;  // a token ahead
   next.look_up(b, 0, 0);
+  SlotStream stream(b, pieces);
   for (int32_t token = 0; token < b.tokens; ++token) {
     SlotTerms<kWeighted> terms = next;
     next.look_up(b, token + 1, 0);

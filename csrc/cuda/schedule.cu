@@ -193,22 +193,10 @@ __device__ void write_rows(const Block& b, const Tables& t) {
 __device__ void write_schedule(const Block& b, Direction direction) {
   const Rank& rank = b.rank;
   const Shape& s = rank.shape;
-  int32_t* macro_block = rank.in_workspace<int32_t>(b.layout.macro_block);
   Schedule& schedule = *rank.in_workspace<Schedule>(b.layout.schedule);
   Plan p;
-  p.tiles = rank.tiles;
-  p.save = rank.save;
-  p.rank = static_cast<int32_t>(s.rank);
-  p.ranks = static_cast<int32_t>(s.ranks);
-  p.experts = static_cast<int32_t>(s.local_experts);
-  p.ring_blocks = static_cast<int32_t>(s.ring_rows / kRowBlock);
-  p.minibatch_blocks = static_cast<int32_t>(s.minibatch_rows / kRowBlock);
-  p.token_blocks = static_cast<int32_t>(ceil_div(s.tokens, kReduceTokens));
-  p.valid_slots = rank.header().valid_slots;
-  p.expert_rows = rank.expert_rows;
-  p.expert_block = rank.in_workspace<int32_t>(b.layout.expert_block);
-  p.macro_block = macro_block;
-  p.macrobatches = cut_macrobatches(p.expert_block, p.experts, p.ring_blocks, macro_block);
+  make_plan(s, rank.tiles, rank.save, rank.header().valid_slots, rank.expert_rows,
+            rank.in_workspace<int32_t>(b.layout.expert_block), rank.in_workspace<int32_t>(b.layout.macro_block), p);
   TaskList communication{rank.in_workspace<Segment>(b.layout.communication)};
   TaskList compute{rank.in_workspace<Segment>(b.layout.compute)};
   if (direction == Direction::forward) {
@@ -218,13 +206,10 @@ __device__ void write_schedule(const Block& b, Direction direction) {
     backward_communication(p, communication);
     backward_compute(p, compute);
   }
-  // They wait for nothing. Two for each CTA are enough for all to have something to compute.
-  const Segment& first = communication.segments[0];
-  const bool pulls = first.kind == TaskKind::pull_rows || first.kind == TaskKind::pull_grads;
-  schedule.first_pulls = pulls ? smaller<int64_t>(first.tasks(), 2 * b.count) : 0;
   schedule.plan = p;
   schedule.communication = communication;
   schedule.compute = compute;
+  schedule.first_pulls = communication.first_pulls();
 }
 
 __device__ __forceinline__ bool begin(Block& b) {

@@ -49,7 +49,7 @@ struct DeviceArena {
 struct Schedule {
   Plan plan;
   TaskList communication, compute;
-  int64_t first_pulls;  // tasks at the begin of the communication list that math warps run before they compute
+  int64_t first_pulls;  // of the communication list: math warps run them before they compute
 };
 
 // Zero when a call begins.

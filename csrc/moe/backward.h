@@ -18,11 +18,11 @@ MOK_FN void backward_communication(const Plan& p, TaskList& list) {
   for (int32_t m = 0; m < p.macrobatches; ++m) {
     for (int32_t i = 0; i < minibatches(p, m); ++i) {
       const Range rows = minibatch(p, m, i);
-      if (replays(p, m)) list.add(TaskKind::pull_rows, m, rows, kPullsPerBlock);
-      list.add(TaskKind::pull_grads, m, rows, kPullsPerBlock);
+      if (replays(p, m)) list.add_pulls(TaskKind::pull_rows, m, rows);
+      list.add_pulls(TaskKind::pull_grads, m, rows);
     }
     if (pulls_rows_aside(p, m)) {  // after all dy
-      list.add(TaskKind::pull_rows, m, macrobatch(p, m), kPullsPerBlock);
+      list.add_pulls(TaskKind::pull_rows, m, macrobatch(p, m));
     }
   }
   for (int32_t m = 0; m < p.macrobatches; ++m) list.add(TaskKind::notify, m, macrobatch(p, m), 1);

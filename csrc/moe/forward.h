@@ -10,8 +10,7 @@ namespace mok {
 // Pulls run ahead as far as the ring allows; sources hear of finished blocks when nothing is left to pull.
 MOK_FN void forward_communication(const Plan& p, TaskList& list) {
   for (int32_t m = p.macrobatches - 1; m >= 0; --m) {
-    for (int32_t i = 0; i < minibatches(p, m); ++i)
-      list.add(TaskKind::pull_rows, m, minibatch(p, m, i), kPullsPerBlock);
+    for (int32_t i = 0; i < minibatches(p, m); ++i) list.add_pulls(TaskKind::pull_rows, m, minibatch(p, m, i));
   }
   for (int32_t group = 0; group < down_groups(p.tiles).count(); ++group) {
     for (int32_t m = p.macrobatches - 1; m >= 0; --m) list.add_of_group(TaskKind::notify, m, macrobatch(p, m), group);

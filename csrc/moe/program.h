@@ -184,6 +184,10 @@ MOK_FN Range minibatch(const Plan& p, int32_t m, int32_t index) {
   return {begin, smaller(begin + p.minibatch_blocks, p.macro_block[m + 1])};
 }
 
+// So many blocks that are pulled first have a segment of their own. Their pulls wait for nothing, so that workers of
+// the compute list, which have nothing to compute yet, may do them.
+inline constexpr int32_t kFirstBlocks = 16;
+
 // A task list under construction: segments with their first tickets. The caller provides the memory.
 struct TaskList {
   Segment* segments;
@@ -196,6 +200,16 @@ struct TaskList {
     tasks += segments[count++].tasks();
   }
   MOK_FN void add(TaskKind kind, int32_t m, Range items, int32_t parts) { add(kind, m, items, Range{0, parts}); }
+  MOK_FN void add_pulls(TaskKind kind, int32_t m, Range blocks) {
+    const int32_t first_end = count > 0 ? blocks.begin : smaller(blocks.begin + kFirstBlocks, blocks.end);
+    add(kind, m, {blocks.begin, first_end}, kPullsPerBlock);
+    add(kind, m, {first_end, blocks.end}, kPullsPerBlock);
+  }
+  // Tasks at the begin of a communication list that pull the first blocks.
+  MOK_FN int64_t first_pulls() const {
+    const bool any = count > 0 && (segments[0].kind == TaskKind::pull_rows || segments[0].kind == TaskKind::pull_grads);
+    return any ? segments[0].tasks() : 0;
+  }
   // One task for each item, its part the group.
   MOK_FN void add_of_group(TaskKind kind, int32_t m, Range items, int32_t group) {
     add(kind, m, items, Range{group, group + 1});
@@ -210,10 +224,11 @@ struct TaskList {
   }
 };
 
-// Segments that any list of a direction can have: at most four a minibatch, one a macrobatch and group, one a group.
+// Segments that any list of a direction can have: at most four a minibatch, one a macrobatch and group, one a group,
+// and the first pulls.
 MOK_FN int64_t max_segments(const Shape& s) {
   const int64_t macrobatches = max_macrobatches(s);
-  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + kColumnGroups * (macrobatches + 1);
+  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + kColumnGroups * (macrobatches + 1) + 1;
 }
 
 }  // namespace mok

@@ -54,6 +54,7 @@ void JointProgram::add_list(int32_t rank, const TaskList& list) {
     const bool forward = case_.direction == Direction::forward;
     nodes_.push_back(make_node(rank, (forward ? forward_task : backward_task)(plan, list, ticket)));
   }
+  first_pulls_.push_back(static_cast<int32_t>(list.first_pulls()));
   list_begin_.push_back(static_cast<int32_t>(nodes_.size()));
 }
 
@@ -136,12 +137,23 @@ std::string JointProgram::find_wrong_task() const {
       }
     }
   }
+  if (const std::string wrong = find_wrong_first_pull(); !wrong.empty()) return wrong;
   if (const std::string wrong = find_wrong_run(); !wrong.empty()) return wrong;
   if (const std::string wrong = find_wrong_piece(); !wrong.empty()) return wrong;
   int64_t expected = 0;
   for (const auto& r : ranks_) expected += expected_tasks(*r);
   if (expected == static_cast<int64_t>(nodes_.size())) return {};
   return std::to_string(nodes_.size()) + " tasks where " + std::to_string(expected) + " are to be done";
+}
+
+// An executor may run first pulls before anything else, whoever does it.
+std::string JointProgram::find_wrong_first_pull() const {
+  for (size_t list = 0; list < first_pulls_.size(); ++list) {
+    for (int32_t i = list_begin_[list]; i < list_begin_[list] + first_pulls_[list]; ++i) {
+      if (!nodes_[i].waits.empty()) return "a first pull that waits: " + describe(i);
+    }
+  }
+  return {};
 }
 
 // A list is one run after the other, each one tile of weights for some blocks, and all tasks know their places: two

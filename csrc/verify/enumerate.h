@@ -65,21 +65,22 @@ class JointProgram {
   std::string describe(int32_t node) const;
   std::string describe_counter(int32_t counter) const;
 
-  // Nothing, or which task is missing, there twice, in a run or piece that it does not fit, or waits for more than all
-  // signals together.
+  // Nothing, or which task is missing, there twice, in a run or piece that it does not fit, or waits: for more than all
+  // signals together, or as a first pull for anything.
   std::string find_wrong_task() const;
 
  private:
   void add_list(int32_t rank, const TaskList& list);
   Node make_node(int32_t rank, const Task& task) const;
   int64_t expected_tasks(const RankPlan& r) const;
+  std::string find_wrong_first_pull() const;
   std::string find_wrong_run() const;
   std::string find_wrong_piece() const;
 
   Case case_;
   std::vector<std::unique_ptr<RankPlan>> ranks_;
   std::vector<Node> nodes_;
-  std::vector<int32_t> list_begin_, first_counter_;
+  std::vector<int32_t> list_begin_, first_pulls_, first_counter_;
 };
 
 // Who runs the lists. Dedicated: every CTA is a worker of one list. Shared: every CTA holds a worker of each, and
