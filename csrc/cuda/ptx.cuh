@@ -43,6 +43,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, uint32_t b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");
 }
+// Whether the phase of this parity has completed.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(bar)), "r"(parity)
+      : "memory");
+  return done;
+}
 // Blocks until the phase of this parity has completed. Only for barriers that this CTA itself, or with it the other CTA
 // of its pair, is certain to complete; waits on any others are bounded (see progress.cuh).
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {

@@ -70,7 +70,7 @@ struct CounterMap {
 
 enum class Direction : int32_t { forward, backward };
 
-enum class TaskKind : int32_t {
+enum class TaskKind : int8_t {
   pull_rows,
   pull_grads,
   notify,

@@ -53,29 +53,26 @@ struct Backward {
 
   // ---- Math.
 
-  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
-    if (t.kind != TaskKind::weight_grad && !math.has_rows(t)) return pass(s, t, math);
+  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, const Product& p,
+                                                 Math& math) {
     Accumulators acc;
-    switch (t.kind) {
-      case TaskKind::gate_up:
-        math.multiply<Layout::activations_weights>(acc, s, t);
-        store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
-        return math.stage_nothing(s);
-      case TaskKind::hidden_grad:
-        return HiddenGrad::compute(acc, rank, s, t, math);
-      case TaskKind::row_grad:
-        math.multiply<Layout::activations_weights_k>(acc, s, t);
-        return math.stage_rows(acc, s);
-      default:
-        return WeightGrad::compute(acc, rank, s, t, math);
+    if (p.kind == TaskKind::weight_grad) return WeightGrad::compute(acc, rank, s, t, p, math);
+    if (!math.has_rows(p)) return pass(s, p, math);
+    if (p.kind == TaskKind::hidden_grad) return HiddenGrad::compute(acc, rank, s, t, p, math);
+    if (p.kind == TaskKind::row_grad) {
+      math.multiply<Layout::activations_weights_k>(acc, s, p);
+      return math.stage_rows(acc, s);
     }
+    math.multiply<Layout::activations_weights>(acc, s, p);
+    store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
+    math.stage_nothing(s);
   }
-  __device__ static __forceinline__ void pass(Shared& s, const QueuedTask& t, Math& math) {
-    math.pass_steps(s, t.steps, math.shared_steps(t));
-    for (int32_t i = 0; i < t.chunks; ++i) {
+  __device__ static __forceinline__ void pass(Shared& s, const Product& p, Math& math) {
+    math.pass_steps(s, p.steps, p.shared_steps());
+    for (int32_t i = 0; i < p.chunks; ++i) {
       math.pass_stage(s, [&] { mbarrier_arrive(math.stages.chunk_full(s.tiles)); });
     }
-    if (t.kind != TaskKind::hidden_grad) math.stage_nothing(s);
+    if (p.kind != TaskKind::hidden_grad) math.stage_nothing(s);
   }
 
   // ---- Stores.

@@ -37,7 +37,6 @@ struct Forward {
 
   template <bool kLimited>
   __device__ static __forceinline__ void stage_hidden(const Accumulators& acc, float limit, Shared& s, Math& math) {
-    math.staging.acquire(s.tiles);
     const uint32_t address = Staging::box_address(s.tiles);
 #pragma unroll
     for (int32_t i = 0; i < kAccumulators / 16; ++i) {
@@ -53,19 +52,20 @@ struct Forward {
     math.staging.release(s.tiles);
   }
 
-  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
-    if (!math.has_rows(t)) {
-      math.pass_steps(s, t.steps, math.shared_steps(t));
+  __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, const Product& p,
+                                                 Math& math) {
+    if (!math.has_rows(p)) {
+      math.pass_steps(s, p.steps, p.shared_steps());
       return math.stage_nothing(s);
     }
+    // By the end of the product it is known what comes after.
+    const float limit = rank.activation_limit;
+    bf16* saved = t.macrobatch == 0 ? rank.pre_activations : nullptr;
     Accumulators acc;
-    math.multiply<Layout::activations_weights>(acc, s, t);
-    if (t.kind == TaskKind::down) return math.stage_rows(acc, s);
-    if (t.macrobatch == 0 && rank.pre_activations) {
-      store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
-    }
-    if (is_limited(rank)) return stage_hidden<true>(acc, rank.activation_limit, s, math);
-    stage_hidden<false>(acc, rank.activation_limit, s, math);
+    math.multiply<Layout::activations_weights>(acc, s, p);
+    if (p.kind == TaskKind::down) return math.stage_rows(acc, s);
+    if (saved) store_pre_activations(acc, pre_activation_tile(saved, rank, t.ring_row, t.part));
+    limit < kInfinity ? stage_hidden<true>(acc, limit, s, math) : stage_hidden<false>(acc, limit, s, math);
   }
 
   __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,

@@ -81,6 +81,5 @@ __device__ __forceinline__ float clamp_up(float up, float limit) {
   if (!kLimited) return up;
   return up > limit ? limit : up < -limit ? -limit : up;
 }
-__device__ __forceinline__ bool is_limited(const Rank& rank) { return rank.activation_limit < kInfinity; }
 
 }  // namespace mok::cuda::sm90

@@ -34,12 +34,13 @@ class HiddenGrad {
   }
 
   __device__ static __forceinline__ void compute(Accumulators& acc, const Rank& rank, Shared& s, const QueuedTask& t,
-                                                 Math& math) {
+                                                 const Product& p, Math& math) {
     Row rows[2];
-    find_rows(rank, t, rows);  // by the end of the product they are here
-    math.multiply<Layout::activations_weights_k>(acc, s, t);
-    if (is_limited(rank)) return through_swiglu<true>(acc, rows, rank, s, t, math);
-    through_swiglu<false>(acc, rows, rank, s, t, math);
+    find_rows(rank, p, rows);  // by the end of the product they are here
+    const float limit = rank.activation_limit;
+    math.multiply<Layout::activations_weights_k>(acc, s, p);
+    limit < kInfinity ? through_swiglu<true>(acc, limit, rows, rank, s, t, math)
+                      : through_swiglu<false>(acc, limit, rows, rank, s, t, math);
   }
 
   // One lane stores each chunk's three parts and gives its stage back for the math warps. A task without rows, after a
@@ -69,12 +70,12 @@ class HiddenGrad {
   };
   // The two rows of which this thread has accumulators.
   __device__ static __forceinline__ int32_t first_row() { return thread_index() / 32 * 16 + lane_index() / 4; }
-  __device__ static __forceinline__ void find_rows(const Rank& rank, const QueuedTask& t, Row (&rows)[2]) {
+  __device__ static __forceinline__ void find_rows(const Rank& rank, const Product& p, Row (&rows)[2]) {
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
       const int32_t row = first_row() + 8 * i;
-      rows[i].real = row < t.real_rows;
-      rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + t.ring_row + row) : 0.f;
+      rows[i].real = row < p.real_rows;
+      rows[i].weight = rows[i].real ? __ldcg(rank.row_weights + p.ring_row + row) : 0.f;
       rows[i].dot = 0.f;
     }
   }
@@ -129,11 +130,9 @@ class HiddenGrad {
   // chunks can be a loop: unrolled over registers it is 75 KB of instructions, and fetching those takes longer than
   // running them.
   template <bool kLimited>
-  __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, Row (&rows)[2], const Rank& rank,
-                                                        Shared& s, const QueuedTask& t, Math& math) {
-    const float limit = rank.activation_limit;
+  __device__ static __forceinline__ void through_swiglu(const Accumulators& acc, float limit, Row (&rows)[2],
+                                                        const Rank& rank, Shared& s, const QueuedTask& t, Math& math) {
     const int32_t count = t.chunks;
-    math.staging.acquire(s.tiles);
     // Two chunks from half of the accumulators.
     const auto half = [&](const float* acc, int32_t begin) {
       const uint32_t parked = math.park_address(s);

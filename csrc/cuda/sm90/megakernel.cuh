@@ -3,13 +3,13 @@
 // stores or pushes what these have staged; a communication warp pulls rows and reduces tokens, and so do math warps
 // before their first and after their last task. CTAs take their roles in the order in which pairs arrive. What the
 // tasks of a direction are is in forward.cu and backward.cu, as a Work:
-//   using Rank                         its arguments
-//   look_up(rank, plan, task)          fills in what a QueuedTask knows; of weight_grad, whatever its part
-//   place_in_run(rank, task)           among neighbours with the same right operand and as many steps
-//   load(rank, s, task, loader)        loads the stages; by one lane
-//   compute(rank, s, task, math)       by all math warps
-//   store(rank, s, arena, task, side)  by the store warp
-//   spoil(rank)                        makes results NaN, after a failure
+//   using Rank                             its arguments
+//   look_up(rank, plan, task)              fills in what a QueuedTask knows; of weight_grad, whatever its part
+//   place_in_run(rank, task)               among neighbours with the same right operand and as many steps
+//   load(rank, s, task, loader)            loads the stages; by one lane
+//   compute(rank, s, task, product, math)  by all math warps; the product is the task's, in registers
+//   store(rank, s, arena, task, side)      by the store warp
+//   spoil(rank)                            makes results NaN, after a failure
 #pragma once
 
 #include "cuda/communicate.cuh"
@@ -30,15 +30,29 @@ struct PlaceInRun {
   int32_t index, size;
 };
 
-// A task with all that its CTA's warps need to know of the plan, so that none of them stops to look.
-struct QueuedTask : Task {
+// A task's product. Math warps begin it with what they get in one load.
+struct alignas(16) Product {
+  int32_t steps;        // a stage each
   int32_t ring_row;     // of its (first) block
-  int32_t real_rows;    // of its block; not of a piece (weight_grad); 0 after a failure
-  int32_t steps;        // of its product; a stage each
-  int32_t chunks;       // stages after them, for its epilogue
-  int32_t left_out;     // stages before it
+  int16_t real_rows;    // of its block; not of a piece (weight_grad); 0 after a failure
+  int8_t left_out;      // stages before it
+  int8_t chunks;        // stages after it, for its epilogue
+  TaskKind kind;        // the task's
   bool shared;          // the right operand, with the pair's other CTA
   bool begun, goes_on;  // weight_grad: an earlier macrobatch has begun the expert; a later one has more of it
+
+  __device__ __forceinline__ int32_t shared_steps() const { return shared ? steps : 0; }
+};
+static_assert(sizeof(Product) == 16);
+
+// A task with all that its CTA's warps need to know of the plan, so that none of them stops to look.
+struct QueuedTask : Task, Product {
+  using Task::kind;
+
+  __device__ __forceinline__ Product product() const {
+    const uint4 held = load_shared(shared_address(static_cast<const Product*>(this)));
+    return reinterpret_cast<const Product&>(held);
+  }
 };
 
 struct Shared {
@@ -80,6 +94,7 @@ class Scheduler {
       mbarrier_wait(&s_.queue_empty[turn.slot()], turn.parity() ^ 1);
       QueuedTask& task = s_.queue[turn.slot()];
       next(task);
+      task.Product::kind = task.kind;
       mbarrier_arrive(&s_.queue_full[turn.slot()]);
       if (task.kind == kStop) return;
     }
@@ -180,17 +195,42 @@ __device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared&
 struct Math {
   Stages stages;
   Staging staging;
+  Turn<kQueue> turn;
+  bool knows_next = false;  // look_ahead has seen the next task
+  Product next;
 
+  __device__ __forceinline__ Product take(Shared& s) {
+    if (!knows_next) {
+      mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
+      next = s.queue[turn.slot()].product();
+    }
+    knows_next = false;
+    return next;
+  }
+  __device__ __forceinline__ void finish(Shared& s) {
+    __syncwarp();
+    if (arrives()) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+    turn.advance();
+  }
+  // Before its epilogue a task waits for the staging area; and it sees what comes next, if that is known, so that
+  // nothing but the epilogue is between two products.
+  __device__ __forceinline__ void look_ahead(Shared& s) {
+    staging.acquire(s.tiles);
+    Turn<kQueue> after = turn;
+    after.advance();
+    knows_next = mbarrier_test(&s.queue_full[after.slot()], after.parity());
+    if (knows_next) next = s.queue[after.slot()].product();
+  }
   // Accumulators live no longer than their task: registers that survived it would be copied around each product.
   template <Layout layout>
-  __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, const QueuedTask& t, bool accumulate = false) {
-    sm90::multiply<layout>(acc, accumulate, s.tiles, thread_index() / 128, t.steps, shared_steps(t), stages);
+  __device__ __forceinline__ void multiply(Accumulators& acc, Shared& s, const Product& p, bool accumulate = false) {
+    sm90::multiply<layout>(acc, accumulate, s.tiles, thread_index() / 128, p.steps, p.shared_steps(), stages,
+                           [&] { look_ahead(s); });
   }
-  __device__ __forceinline__ static int32_t shared_steps(const QueuedTask& t) { return t.shared ? t.steps : 0; }
   // A warpgroup whose rows of a block are all padding lets the block's tiles pass, and leaves the tensor cores and the
   // power to the other one. Nobody reads what the rings then hold in these rows.
-  __device__ __forceinline__ static bool has_rows(const QueuedTask& t) {
-    return thread_index() / 128 * kGroupRows < t.real_rows;
+  __device__ __forceinline__ static bool has_rows(const Product& p) {
+    return thread_index() / 128 * kGroupRows < p.real_rows;
   }
   __device__ __forceinline__ void pass_steps(Shared& s, int32_t steps, int32_t shared_steps) {
     for (int32_t step = 0; step < steps; ++step) {
@@ -206,7 +246,6 @@ struct Math {
   }
   // Rows side by side, to be pushed.
   __device__ __forceinline__ void stage_rows(const Accumulators& acc, Shared& s) {
-    staging.acquire(s.tiles);
     const uint32_t address = Staging::row_address(s.tiles);
 #pragma unroll
     for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_row(address, i, acc + 8 * i);
@@ -229,10 +268,13 @@ struct Math {
 template <class Work>
 __device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
   Math math;
-  for_each_task(s, [&](const QueuedTask& task) {
-    math.pass_steps(s, task.left_out, 0);
-    Work::compute(rank, s, task, math);
-  });
+  while (true) {
+    const Product product = math.take(s);
+    if (product.kind == kStop) return;
+    math.pass_steps(s, product.left_out, 0);
+    Work::compute(rank, s, s.queue[math.turn.slot()], product, math);
+    math.finish(s);
+  }
 }
 
 // ---- The store warp.

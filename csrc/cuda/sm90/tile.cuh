@@ -129,10 +129,11 @@ __device__ __forceinline__ void give_back(TileMemory& m, int32_t slot, int32_t s
 }
 
 // acc = (accumulate ? acc : 0) + the product over `steps` steps. A step's stage is given back when the next one's
-// products are under way.
-template <Layout layout>
+// products are under way; meanwhile() runs beside the last one's.
+template <Layout layout, class Meanwhile>
 __device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, TileMemory& m, int32_t group,
-                                         int32_t steps, int32_t shared_steps, Stages& stages) {
+                                         int32_t steps, int32_t shared_steps, Stages& stages,
+                                         const Meanwhile& meanwhile) {
   const bool elected = arrives();
   multiply_step<layout>(acc, stages.wait_full(m), group, accumulate);
   int32_t previous = stages.slot();
@@ -144,6 +145,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, Til
     previous = stages.slot();
     stages.advance();
   }
+  meanwhile();
   wgmma_wait<0>();
   if (elected) mbarrier_arrive(&m.stage_empty[previous]);
 }

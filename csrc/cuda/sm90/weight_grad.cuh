@@ -84,18 +84,19 @@ class WeightGrad {
   }
 
   __device__ static __forceinline__ void compute(Accumulators& acc, const Rank& rank, Shared& s, const QueuedTask& t,
-                                                 Math& math) {
-    if (t.begun) {
+                                                 const Product& p, Math& math) {
+    if (p.begun) {
       load_straddle(acc, straddle_of(rank, t));
-    } else if (t.steps == 0) {
+    } else if (p.steps == 0) {
 #pragma unroll
       for (float& v : acc) v = 0.f;
     }
-    if (t.steps > 0) math.multiply<Layout::both_transposed>(acc, s, t, t.begun);
-    if (t.goes_on) {
+    const bool in_f32 = rank.grads_in_f32;  // known by the end of the product
+    p.steps > 0 ? math.multiply<Layout::both_transposed>(acc, s, p, p.begun) : math.look_ahead(s);
+    if (p.goes_on) {
       store_straddle(acc, straddle_of(rank, t));
       math.stage_nothing(s);
-    } else if (rank.grads_in_f32) {
+    } else if (in_f32) {
       stage_f32<0>(acc, s, math);
       stage_f32<kAccumulators / 2>(acc, s, math);
     } else {
@@ -147,7 +148,6 @@ class WeightGrad {
   }
 
   __device__ static __forceinline__ void stage_bf16(const Accumulators& acc, Shared& s, Math& math) {
-    math.staging.acquire(s.tiles);
     const uint32_t address = Staging::box_address(s.tiles);
 #pragma unroll
     for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_box(address, i, acc + 8 * i);
