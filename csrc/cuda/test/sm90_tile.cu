@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_tiles(const __grid_const
       Accumulators acc;
 #pragma unroll
       for (float& v : acc) v = 1000.f;
-      multiply<layout>(acc, kAccumulate, m, thread_index() / 128, p.steps, 0, stages);
+      multiply<layout>(acc, kAccumulate, m, thread_index() / 128, p.steps, 0, stages, [] {});
       float* to = p.registers + (int64_t{tile} * kMathThreads + thread_index()) * kAccumulators;
 #pragma unroll
       for (int32_t i = 0; i < kAccumulators; ++i) to[i] = acc[i];
