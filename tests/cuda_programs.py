@@ -35,18 +35,28 @@ def _directory():
     return tempfile.TemporaryDirectory(prefix="mok_jax_cuda_")  # removed when the interpreter exits
 
 
+def _compile(output, sources, *flags):
+    nvcc = find_tool("nvcc")
+    assert nvcc, "building a device test needs nvcc"
+    path = pathlib.Path(_directory().name) / output
+    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *ARCHITECTURE, "--threads", "0", *flags]
+    command += ["-Xptxas", "-warn-spills,-warn-lmem-usage,--warning-as-error"]
+    command += [str(CSRC / source) for source in sources]
+    result = subprocess.run([*command, "-o", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout
+    return path
+
+
 @functools.cache
 def build(name, *flags):
     """The program's path. A kernel that spills or keeps anything in local memory does not build."""
-    nvcc = find_tool("nvcc")
-    assert nvcc, "building a device test needs nvcc"
-    program = pathlib.Path(_directory().name) / "-".join([name, *(flag.strip("-") for flag in flags)])
-    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *ARCHITECTURE, "--threads", "0", *flags]
-    command += ["-Xptxas", "-warn-spills,-warn-lmem-usage,--warning-as-error"]
-    command += [str(CSRC / source) for source in (f"cuda/test/{name}.cu", *SOURCES[name])]
-    result = subprocess.run([*command, "-o", str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert result.returncode == 0, result.stdout
-    return program
+    output = "-".join([name, *(flag.strip("-") for flag in flags)])
+    return _compile(output, (f"cuda/test/{name}.cu", *SOURCES[name]), *flags)
+
+
+def compile_alone(name):
+    """Compiles what is the program's own, without linking it."""
+    return _compile(f"{name}.o", (f"cuda/test/{name}.cu",), "-c")
 
 
 def start(program):

@@ -10,8 +10,6 @@ import re
 import cuda_programs
 import pytest
 
-pytestmark = pytest.mark.gpu
-
 PROGRAMS = ("primitives", "pieces", "sm90_tile")
 TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong
 
@@ -21,8 +19,15 @@ def names(program):
     return re.findall(r"^TEST\((\w+)\)", source.read_text(), re.MULTILINE)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("program", "name"), [(program, name) for program in PROGRAMS for name in names(program)])
 def test_on_device(program, name):
     status, output = cuda_programs.run(cuda_programs.build(program), name, timeout_s=TIMEOUT_S)
     assert status == 0, output
     assert output == f"{name}: ok\n"
+
+
+@pytest.mark.skipif(not cuda_programs.find_tool("nvcc"), reason="there is no nvcc")
+@pytest.mark.parametrize("program", cuda_programs.SOURCES)
+def test_compiles_without_a_gpu(program):
+    assert cuda_programs.compile_alone(program).stat().st_size > 0

@@ -21,11 +21,11 @@ directions = pytest.mark.parametrize("direction", (FORWARD, BACKWARD), ids=("for
 
 
 @st.composite
-def programs(draw, ranks, max_tokens):
+def programs(draw, ranks, max_tokens, experts=(1, 5), ring_blocks=(1, 6), minibatch_blocks=(1, 4)):
     """A save policy, a shape, tile counts and a routing, as words for the verifier."""
     ep = draw(ranks)
-    tokens, top_k, experts = draw(st.integers(1, max_tokens)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    ring_blocks, minibatch_blocks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    tokens, top_k, experts = draw(st.integers(1, max_tokens)), draw(st.integers(1, 4)), draw(st.integers(*experts))
+    ring_blocks, minibatch_blocks = draw(st.integers(*ring_blocks)), draw(st.integers(*minibatch_blocks))
     few, many = st.integers(1, 3), st.integers(1, 9)  # many: down and row_grad, which have groups of columns
     tiles = draw(st.tuples(few, many, few, many, few, st.integers(1, 4)))
     ids = routing(draw(st.sampled_from(SKEWS)), draw(st.integers(0, 2**32 - 1)), ep * tokens * top_k, ep * experts)
@@ -74,6 +74,13 @@ def check(direction, program, machine):
 @settings(max_examples=3000, deadline=None, database=None)
 @given(programs(st.integers(1, 8), 100), machines)
 def test_few_ranks(direction, program, machine):
+    check(direction, program, machine)
+
+
+@directions
+@settings(max_examples=300, deadline=None, database=None)
+@given(programs(st.integers(1, 3), 100, experts=(14, 24), ring_blocks=(8, 48), minibatch_blocks=(8, 32)), machines)
+def test_more_blocks_than_are_pulled_first(direction, program, machine):
     check(direction, program, machine)
 
 

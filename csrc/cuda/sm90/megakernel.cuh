@@ -212,8 +212,8 @@ struct Math {
     if (arrives()) mbarrier_arrive(&s.queue_empty[turn.slot()]);
     turn.advance();
   }
-  // Before its epilogue a task waits for the staging area; and it sees what comes next, if that is known, so that
-  // nothing but the epilogue is between two products.
+  // While the last step of a product runs, a task waits for the staging area, which its epilogue then need not do; and
+  // it sees what comes next, if that is known, so that nothing but the epilogue is between two products.
   __device__ __forceinline__ void look_ahead(Shared& s) {
     staging.acquire(s.tiles);
     Turn<kQueue> after = turn;

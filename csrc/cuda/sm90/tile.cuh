@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, Til
 }
 
 // A warpgroup's side of its staging area: 64 rows of up to 256 bf16 (or 128 f32), in one of two layouts, or
-// whatever an epilogue keeps there for itself (backward.cu). Keeps nothing but the phase's parity.
+// whatever an epilogue keeps there for itself (hidden_grad.cuh). Keeps nothing but the phase's parity.
 class Staging {
  public:
   __device__ __forceinline__ void acquire(TileMemory& m) { mbarrier_wait(&m.staging_empty[group()], parity_ ^ 1); }
