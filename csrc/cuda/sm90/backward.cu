@@ -2,6 +2,7 @@
 // row_grad and weight_grad. row_grad is one accumulation over gate and up, its rows straight to their slots.
 #include "cuda/sm90/gate_up.cuh"
 #include "cuda/sm90/hidden_grad.cuh"
+#include "cuda/sm90/megakernel.cuh"
 #include "cuda/sm90/weight_grad.cuh"
 
 namespace mok::cuda::sm90 {

@@ -1,6 +1,7 @@
 // The forward megakernel on Hopper: gate and up tiles with SwiGLU, and down tiles whose rows go straight to their
 // slots.
 #include "cuda/sm90/gate_up.cuh"
+#include "cuda/sm90/megakernel.cuh"
 
 namespace mok::cuda::sm90 {
 namespace {

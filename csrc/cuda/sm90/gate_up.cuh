@@ -7,7 +7,7 @@
 // that results can replace them in place.
 #pragma once
 
-#include "cuda/sm90/megakernel.cuh"
+#include "cuda/sm90/math.cuh"
 
 namespace mok::cuda::sm90 {
 

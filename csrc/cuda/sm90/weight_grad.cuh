@@ -1,7 +1,8 @@
 // weight_grad: a tile of one expert's gradient, summed over its rows in order.
 #pragma once
 
-#include "cuda/sm90/megakernel.cuh"
+#include "cuda/sm90/math.cuh"
+#include "cuda/sm90/store.cuh"
 
 namespace mok::cuda::sm90 {
 

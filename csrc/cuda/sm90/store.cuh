@@ -1,0 +1,34 @@
+// What the store warp does for more than one kind of task; its tensor stores are beside the products.
+#pragma once
+
+#include "cuda/sm90/queue.cuh"
+
+namespace mok::cuda::sm90 {
+
+// Each row of the tile goes straight to its slot at its source.
+__device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& arena, const QueuedTask& t, Shared& s,
+                                          StoreSide& side) {
+  const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
+  const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
+  for (int32_t group = 0; group < 2; ++group) {
+    const uint8_t* staged = side.acquire(s.tiles, group);
+    for (int32_t i = lane_index(); i < smaller(kGroupRows, t.real_rows - group * kGroupRows); i += 32) {
+      const RowSource to = rank.row_table[t.block * kRowBlock + group * kGroupRows + i];
+      bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
+      bulk_store(slot, staged + i * kStagingPitch, bytes);
+    }
+    side.release(s.tiles, group);
+  }
+  side.advance();
+}
+
+// The math warps have stored by themselves.
+__device__ __forceinline__ void store_nothing(Shared& s, StoreSide& side) {
+  for (int32_t group = 0; group < 2; ++group) {
+    side.acquire(s.tiles, group);
+    side.release(s.tiles, group);
+  }
+  side.advance();
+}
+
+}  // namespace mok::cuda::sm90
