@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, uint32_t b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");
 }
-// Whether the phase of this parity has completed.
+// Whether the phase before the current one has this parity: what mbarrier_wait waits for, without waiting.
 __device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
   uint32_t done;
   asm volatile(

@@ -22,8 +22,7 @@ struct Math {
     return next;
   }
   __device__ __forceinline__ void finish(Shared& s) {
-    __syncwarp();
-    if (arrives()) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+    give_back_task(s, turn.slot());
     turn.advance();
   }
   // While the last step of a product runs, a task waits for the staging area, which its epilogue then need not do; and

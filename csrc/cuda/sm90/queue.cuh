@@ -62,6 +62,12 @@ __device__ __forceinline__ CommunicationBuffer* math_buffers(Shared& s) {
   return reinterpret_cast<CommunicationBuffer*>(s.tiles.stages);
 }
 
+// By a whole warp, which no longer needs the task.
+__device__ __forceinline__ void give_back_task(Shared& s, int32_t slot) {
+  __syncwarp();
+  if (arrives()) mbarrier_arrive(&s.queue_empty[slot]);
+}
+
 // Calls work(task) for every task of the queue, by a whole warp.
 template <class Step>
 __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
@@ -70,8 +76,7 @@ __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
     const QueuedTask& task = s.queue[turn.slot()];
     if (task.kind == kStop) return;
     work(task);
-    __syncwarp();
-    if (arrives()) mbarrier_arrive(&s.queue_empty[turn.slot()]);
+    give_back_task(s, turn.slot());
   }
 }
 

@@ -33,24 +33,11 @@ TEST(thread_and_lane_index) {
 
 // ---- mbarrier.
 
-// Whether the phase before the current one has this parity: what mbarrier_wait waits for, without waiting.
-__device__ int32_t has_completed(uint64_t* bar, uint32_t parity) {
-  int32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.s32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(shared_address(bar)), "r"(parity)
-      : "memory");
-  return done;
-}
-
 __global__ void go_through_phases(int32_t* seen) {
   __shared__ uint64_t bar;
   const auto look = [&] {
-    *seen++ = has_completed(&bar, 0);
-    *seen++ = has_completed(&bar, 1);
+    *seen++ = mbarrier_test(&bar, 0);
+    *seen++ = mbarrier_test(&bar, 1);
   };
   mbarrier_init(&bar, 3);
   fence_mbarrier_init();
@@ -114,10 +101,10 @@ __global__ void expect_bytes(const uint8_t* in, int32_t* seen) {
     mbarrier_arrive_expect(&bar, 512);
     bulk_load(to, in, 256, &bar);
     for (int32_t i = 0; i < 100; ++i) __nanosleep(1000);
-    *seen++ = has_completed(&bar, phase);  // all have arrived, half of the bytes have come
+    *seen++ = mbarrier_test(&bar, phase);  // all have arrived, half of the bytes have come
     bulk_load(to + 256, in + 256, 256, &bar);
     mbarrier_wait(&bar, phase);
-    *seen++ = has_completed(&bar, phase);
+    *seen++ = mbarrier_test(&bar, phase);
   }
 }
 
