@@ -21,10 +21,11 @@ build: $(VENV)/.built
 $(FLOOR)/%: OLDEST := .replace('jax>=', 'jax==').replace('jaxlib>=', 'jaxlib==')
 $(FLOOR)/%: SETTINGS := --config-settings=build-dir=build/floor
 $(VENV)/.packages $(FLOOR)/.packages: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "mok_jax needs Python >= 3.12 on the path"; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "mok_jax needs Python >= 3.12 on the path, or named: make PYTHON=/its/path"; exit 1; }
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' 'cmake>=3.24' ninja
-	$(@D)/bin/pip install --quiet $$($(@D)/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*[r$(OLDEST) for r in p['dependencies'] + p['optional-dependencies']['models'] + p['optional-dependencies']['dev']])")
+	$(@D)/bin/pip install --quiet $$($(@D)/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*[r$(OLDEST) for r in sum((p['optional-dependencies'][e] for e in ('export', 'models', 'dev')), p['dependencies'])])")
 	touch $@
 
 $(VENV)/.built $(FLOOR)/.built: %/.built: %/.packages $(SOURCES)
