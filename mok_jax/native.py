@@ -1,12 +1,21 @@
 """The compiled extension: found when first needed, so that the other implementations work where it was not built."""
 
 import functools
+import importlib.util
+import os
+import sys
 import threading
+from importlib.machinery import PathFinder
 from types import ModuleType
 
 import jax
 import jax.ffi
 
+# Of what these sources and the extension expect of each other: its functions, and the buffers of its calls in their
+# order. Raise it with every change to those; CMake reads it here, and an extension with another number is refused.
+INTERFACE = 1
+
+_EXTENSION = "mok_jax._native"
 _registration = threading.Lock()
 
 
@@ -15,17 +24,42 @@ def library() -> ModuleType:
     """The extension module.
 
     Raises:
-      ImportError: it was not built; the text says how to build it.
+      ImportError: it was not built, or from other sources; the text says how to build it.
     """
     try:
-        from mok_jax import _native  # type: ignore[attr-defined]
+        extension = _import_extension()
     except ImportError as error:
         raise ImportError(
-            'implementation="megakernel" needs the compiled extension mok_jax._native, which cannot be imported '
+            f'implementation="megakernel" needs the compiled extension {_EXTENSION}, which cannot be imported '
             f"({error}). Build it with `make build` or `pip install .`; "
             'or use implementation="xla", which needs none'
         ) from error
-    return _native
+    interface = getattr(extension, "INTERFACE", 0)
+    if interface != INTERFACE:
+        raise ImportError(
+            f"{extension.__file__} was built from other sources than {__file__} belongs to: its interface is "
+            f"{interface}, not {INTERFACE}. Build it again with `make build` or `pip install .`; "
+            'or use implementation="xla", which needs none'
+        )
+    return extension
+
+
+def _import_extension() -> ModuleType:
+    """Imports the extension from this package's folder or, where that has none, from an installed copy of the package.
+
+    After ``pip install .`` a Python that is started in the checkout finds these sources there before those installed,
+    and the extension only beside the latter.
+    """
+    try:
+        return importlib.import_module(_EXTENSION)
+    except ModuleNotFoundError:
+        spec = PathFinder.find_spec(_EXTENSION, [os.path.join(entry, "mok_jax") for entry in sys.path])
+        if _EXTENSION in sys.modules or spec is None or spec.loader is None:
+            raise
+        extension = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(extension)
+        sys.modules[_EXTENSION] = extension
+        return extension
 
 
 def register_ffi_targets() -> None:

@@ -61,6 +61,7 @@ nb::dict cuda_handlers() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.attr("INTERFACE") = MOK_INTERFACE;
   m.attr("ROW_BLOCK") = mok::kRowBlock;
   m.def("cpu_handlers", [] {
     nb::dict handlers;
