@@ -1,6 +1,7 @@
 """Shape of the demonstration model. Frozen and hashable, so that a model can be made from it under ``jit``."""
 
 import dataclasses
+import math
 
 BYTE_VOCABULARY = 256
 
@@ -18,7 +19,7 @@ class ModelConfig:
       intermediate_size: ``I`` of one expert.
       num_experts: ``E``.
       num_experts_per_tok: ``K``.
-      score_function: of the router, ``"softmax"`` or ``"sigmoid"``.
+      score_function: of the router, ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
       aux_loss_coeff: factor of the load-balancing loss.
       z_loss_coeff: factor of the router z-loss.
       rope_base: wavelength, over 2 pi, of the slowest rotary pair.
@@ -29,7 +30,8 @@ class ModelConfig:
     ``remat`` and ``scan`` change neither the initial parameters nor what is computed from them.
 
     Raises:
-      ValueError: ``num_layers`` or ``num_heads`` is below 1, or ``hidden_size`` no multiple of ``2 * num_heads``.
+      ValueError: ``num_layers`` or ``num_heads`` is below 1, ``hidden_size`` no multiple of ``2 * num_heads``, or a
+        factor of a loss or ``rope_base`` no number that can be used. :class:`mok_jax.nnx.MoE` refuses the rest.
 
     Example:
       >>> ModelConfig(num_layers=1).hidden_size
@@ -61,3 +63,8 @@ class ModelConfig:
                 f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads ({step}); "
                 f"the nearest is {nearest}."
             )
+        for name in ("aux_loss_coeff", "z_loss_coeff"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number of at least 0.")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base={self.rope_base} must be a finite number above 0, such as 10000.")

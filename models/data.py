@@ -43,8 +43,8 @@ def load_corpus(path: str | os.PathLike | None = None) -> Corpus:
       A :class:`Corpus`.
 
     Raises:
-      FileNotFoundError: ``path`` does not exist.
-      ValueError: there is no text in it.
+      OSError: ``path`` does not exist or cannot be read.
+      ValueError: it is no text in UTF-8, or there is none in it.
 
     Example:
       >>> corpus = load_corpus()
@@ -58,7 +58,7 @@ def load_corpus(path: str | os.PathLike | None = None) -> Corpus:
         root = Path(path)
         if not root.exists():
             raise FileNotFoundError(f"data={str(path)!r} does not exist; name a text file or a folder of them.")
-        texts, source = (_read_folder(root, "*") if root.is_dir() else [root.read_bytes()]), str(path)
+        texts, source = (_read_folder(root, "*") if root.is_dir() else [_read_file(root)]), str(path)
     if not sum(map(len, texts)):
         raise ValueError(f"data={source!r} holds no text.")
     if len(texts) < _HELD_OUT_EVERY:
@@ -95,10 +95,19 @@ def spread_crops(text: np.ndarray, batch_size: int, length: int, batches: int) -
         yield text[batch[:, None] + np.arange(length)].astype(np.int32)
 
 
-def check_long_enough(text: np.ndarray, length: int) -> None:
+def check_long_enough(text: np.ndarray, length: int, name: str = "text") -> None:
     """Raises ValueError unless a crop of ``length`` bytes can be cut from ``text``."""
     if text.size < length:
-        raise ValueError(f"the text has {text.size} bytes; a crop takes {length}. Use more text or shorter sequences.")
+        raise ValueError(
+            f"the {name} has {text.size} bytes; a crop takes {length}. Use more text or shorter sequences."
+        )
+
+
+def _read_file(path: Path) -> bytes:
+    text = path.read_bytes() if path.is_file() else b"\0"  # A pipe or a device may have no end.
+    if not _is_text(text):
+        raise ValueError(f"data={str(path)!r} is not text in UTF-8; name a text file or a folder of them.")
+    return text
 
 
 def _read_folder(root: Path, pattern: str) -> list[bytes]:

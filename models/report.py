@@ -1,7 +1,7 @@
 """Pictures of a training run, drawn from its metrics file alone, so that a run that was cut short has them as well."""
 
-import json
 import math
+import os
 from pathlib import Path
 
 import matplotlib
@@ -10,25 +10,7 @@ matplotlib.use("Agg")  # No display is needed, or looked for.
 import matplotlib.pyplot as plt
 import numpy as np
 
-LOSS_PICTURE = "loss.png"
-LOAD_PICTURE = "expert_load.png"
-PICTURES = (LOSS_PICTURE, LOAD_PICTURE)
-
-
-def read_metrics(path: Path) -> tuple[list[dict], dict]:
-    """Reads ``metrics.jsonl``: the intervals in order, and the results at the end (empty if the run did not get there).
-
-    Example:
-      >>> import tempfile
-      >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-      >>> _ = path.write_text('{"step": 10, "loss": 3.1}\\n{"held_out_loss": 2.9}\\n')
-      >>> read_metrics(path)
-      ([{'step': 10, 'loss': 3.1}], {'held_out_loss': 2.9})
-    """
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    intervals = [line for line in lines if "step" in line]
-    results = {key: value for line in lines if "step" not in line for key, value in line.items()}
-    return intervals, results
+from models.metrics import LOAD_PICTURE, LOSS_PICTURE, read_metrics
 
 
 def draw_report(metrics: Path, folder: Path) -> list[Path]:
@@ -38,7 +20,10 @@ def draw_report(metrics: Path, folder: Path) -> list[Path]:
         return []
     pictures = {LOSS_PICTURE: draw_loss(intervals, results), LOAD_PICTURE: draw_expert_load(intervals)}
     for name, figure in pictures.items():
-        figure.savefig(folder / name, dpi=120)
+        # Renamed when it is whole: Ctrl-C may end the process at any time.
+        unfinished = folder / f"unfinished-{name}"
+        figure.savefig(unfinished, dpi=120)
+        os.replace(unfinished, folder / name)
         plt.close(figure)
     return [folder / name for name in pictures]
 
@@ -46,10 +31,11 @@ def draw_report(metrics: Path, folder: Path) -> list[Path]:
 def draw_loss(intervals: list[dict], results: dict) -> plt.Figure:
     """Training loss over steps, with the held-out losses as lines, in nats per byte."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([i["step"] for i in intervals], [i["loss"] for i in intervals], color="C0", label="training")
+    losses = np.array([i["loss"] for i in intervals], dtype=float)  # None, of a run that diverged, is NaN.
+    axes.plot([i["step"] for i in intervals], losses, color="C0", label="training")
     lines = (("held_out_loss", "held out", "C1"), ("held_out_loss_without_experts", "held out, experts zeroed", "C3"))
     for key, label, colour in lines:
-        if key in results:
+        if results.get(key) is not None:
             axes.axhline(results[key], color=colour, linestyle="--", label=f"{label}: {results[key]:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)

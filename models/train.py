@@ -2,22 +2,21 @@
 
 Runs on whatever is there: all GPUs, else eight virtual CPU devices (data 2 x expert 4). Writes into ``--out``:
 ``metrics.jsonl`` (one line an interval, one with the results), ``loss.png``, ``expert_load.png`` and ``sample.txt``.
-Ctrl-C ends a run early and keeps what it has; a second one ends it at once.
+
+Ends with 2, one line and before anything is compiled, if the arguments cannot work; with 1 if the loss is no number any
+more; with 130 within 5 seconds of Ctrl-C, keeping what was written, or at once after a second one.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import hashlib
-import json
+import importlib.util
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +28,13 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models import data, report
+from models import data, interrupt
 from models.config import ModelConfig
+from models.metrics import FILES, METRICS_FILE, SAMPLE_FILE, Intervals, write_line
+from models.options import MODEL_FIELDS, parse_arguments
 from models.transformer import Transformer, batch_sharding
+from mok_jax import command
 from mok_jax.sharding import make_mesh
-
-# Every field of the model's shape is an argument of the same name.
-MODEL_FIELDS = dataclasses.fields(ModelConfig)
-
-METRICS_FILE = "metrics.jsonl"
-SAMPLE_FILE = "sample.txt"
 
 _VIRTUAL_CPU_DEVICES = 8
 _CPU_EXPERT_PARALLELISM = 4
@@ -48,34 +44,6 @@ _PROMPT_BYTES = 48
 _SAMPLE_BYTES = 256
 _SAMPLE_TEMPERATURE = 0.7
 _DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
-_EXIT_INTERRUPTED = 130  # What a shell reports for a program that SIGINT ended.
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line (``None``: of this process)."""
-    parser = argparse.ArgumentParser("python -m models.train", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data", type=Path, help="text file or folder (default: the Python standard library)")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write into (%(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="(%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences a step (%(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=128, help="bytes (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (%(default)s)")
-    parser.add_argument("--log-every", type=int, default=10, help="steps an interval (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters, crops and sample (%(default)s)")
-    parser.add_argument("--implementation", choices=("megakernel", "xla", "reference"), help="(best for the platform)")
-    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run, on GPUs too")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16 on a GPU, else float32)")
-    parser.add_argument("--expert-parallelism", type=int, help="devices that share one copy of the experts")
-    for field in MODEL_FIELDS:
-        flag = "--" + field.name.replace("_", "-")
-        action = argparse.BooleanOptionalAction if field.type is bool else "store"
-        options: dict[str, Any] = {} if field.type is bool else {"type": field.type}
-        parser.add_argument(flag, default=field.default, action=action, help="model: (%(default)s)", **options)
-    args = parser.parse_args(arguments)
-    for name in ("steps", "batch_size", "sequence_length", "log_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1; the nearest is 1")
-    return args
 
 
 def use_deterministic_operations() -> None:
@@ -85,12 +53,20 @@ def use_deterministic_operations() -> None:
 
 
 def start_devices(expert_parallelism: int | None, num_experts: int) -> Mesh:
-    """Starts the backend and makes the mesh over all its devices."""
+    """Starts the backend and makes the mesh over all its devices.
+
+    Raises:
+      ValueError: there are no devices, or ``expert_parallelism`` does not fit their number.
+    """
     # The number of CPU devices is fixed when the backend starts. Where GPUs are found it changes nothing.
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_num_cpu_devices < 1 and not forced:
         jax.config.update("jax_num_cpu_devices", _VIRTUAL_CPU_DEVICES)
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # The latter where no platform is there that was asked for.
+        platforms = jax.config.jax_platforms
+        raise ValueError(f"JAX_PLATFORMS={platforms} has no devices here; JAX_PLATFORMS=cpu has. {error}") from error
     if expert_parallelism is None:
         largest = _CPU_EXPERT_PARALLELISM if devices[0].platform == "cpu" else len(devices)
         expert_parallelism = math.gcd(math.gcd(largest, len(devices)), num_experts)
@@ -148,100 +124,45 @@ def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crop: jax.Array) -
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, crop).compile()
 
 
-class Intervals:
-    """Gathers the steps' metrics and writes one JSON line an interval.
+class Training(NamedTuple):
+    """A training step, compiled, and what it is given. ``schedule`` says the learning rate of a step."""
 
-    A step's values are read when the next step has been given to the devices, so that they never wait for Python.
-    """
-
-    def __init__(self, log: TextIO, schedule: optax.Schedule, tokens_per_step: int, length: int):
-        self._log, self._schedule, self._tokens, self._length = log, schedule, tokens_per_step, length
-        self._unread: dict | None = None
-        self._steps: list[dict] = []
-        self._count = 0
-        self._started = time.perf_counter()
-
-    def add(self, metrics: dict) -> dict | None:
-        """Takes a step's metrics, still being computed; returns the interval that the step before completed, if one."""
-        unread, self._unread = self._unread, metrics
-        return None if unread is None else self._read(unread)
-
-    def finish(self) -> None:
-        """Reads the last step and writes what is left, be it a whole interval or less."""
-        if self._unread is not None:
-            self._read(self._unread)
-        if self._steps:
-            self._write()
-
-    def _read(self, metrics: dict) -> dict | None:
-        self._steps.append(jax.tree.map(np.asarray, metrics))
-        self._count += 1
-        return self._write() if len(self._steps) == self._length else None
-
-    def _write(self) -> dict:
-        seconds = time.perf_counter() - self._started
-        load = np.sum([step["expert_load"] for step in self._steps], axis=0)
-        line = {
-            "step": self._count,
-            "loss": float(np.mean([step["loss"] for step in self._steps])),
-            "router_loss": float(np.mean([step["router_loss"] for step in self._steps])),
-            "learning_rate": float(self._schedule(self._count - 1)),
-            "tokens_per_s": self._tokens * len(self._steps) / seconds,
-            # The busiest expert's tokens as a multiple of an even share, worst layer: 1 is balanced, E / K all to K.
-            "load_imbalance": float((load.max(axis=-1) / load.mean(axis=-1)).max()),
-            "expert_load": load.tolist(),
-        }
-        self._log.write(json.dumps(line) + "\n")
-        self._log.flush()
-        self._steps, self._started = [], time.perf_counter()
-        return line
+    step: Callable
+    schedule: optax.Schedule
+    graph: nnx.GraphDef
+    state: nnx.State
+    crops: Iterator[jax.Array]
+    held_out: list[jax.Array]
 
 
-def train(
-    step: Callable, state: nnx.State, crops: Iterator[jax.Array], steps: int, intervals: Intervals, console: Console
-) -> tuple[nnx.State, bool]:
-    """Runs the training loop; returns the state and whether Ctrl-C ended it early."""
+def train(training: Training, steps: int, intervals: Intervals, console: Console, watch: interrupt.Watch) -> nnx.State:
+    """Runs the training loop, which Ctrl-C ends early; returns the state."""
+    state = training.state
     columns = (
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
         TimeRemainingColumn(),
         TextColumn("{task.fields[status]}"),
     )
-    with deferred_interrupt() as interrupted, Progress(*columns, console=console, expand=True) as progress:
+    with watch.deferred(), Progress(*columns, console=console, expand=True) as progress:
         task = progress.add_task("train", total=steps, status="")
         for _ in range(steps):
-            state, metrics = step(state, next(crops))
+            state, metrics = training.step(state, next(training.crops))
             if line := intervals.add(metrics):
                 status = _status(line)
                 progress.update(task, status=status)
                 if not console.is_terminal:
                     console.print(f"step {line['step']:5d}  {status}")
             progress.advance(task)
-            if interrupted():
+            if watch.received:
                 break
         intervals.finish()
-    return state, interrupted()
+    return state
 
 
 def _status(line: dict) -> str:
     balance = f"busiest expert {line['load_imbalance']:.2f}x"
     return f"loss {line['loss']:.3f}  {line['tokens_per_s']:,.0f} tokens/s  {balance}"
-
-
-@contextlib.contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Lets the body finish what it does when Ctrl-C comes; it asks the yielded function. A second Ctrl-C raises."""
-    received = []
-
-    def handle(*_):
-        received.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    previous = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def evaluate(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array], *, with_experts: bool) -> float:
@@ -289,10 +210,13 @@ def set_up(args: argparse.Namespace) -> Setup:
     """Reads the text, starts the devices, makes the model.
 
     Raises:
-      ValueError, FileNotFoundError: the arguments do not fit each other, the text or the devices.
+      ValueError, OSError: the arguments do not fit each other, the text, the folder or the devices.
     """
     config = ModelConfig(**{field.name: getattr(args, field.name) for field in MODEL_FIELDS})
+    command.check_folder(args.out)
     corpus = data.load_corpus(args.data)
+    for text, name in (corpus.train, "training text"), (corpus.held_out, "held-out text"):
+        data.check_long_enough(text, args.sequence_length + 1, name)
     if args.deterministic:
         use_deterministic_operations()
     mesh = start_devices(args.expert_parallelism, config.num_experts)
@@ -302,54 +226,61 @@ def set_up(args: argparse.Namespace) -> Setup:
             f"batch_size={args.batch_size} must be a multiple of the number of devices ({mesh.size}); "
             f"the nearest is {nearest}."
         )
-    for text in corpus.train, corpus.held_out:
-        data.check_long_enough(text, args.sequence_length + 1)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
     model = Transformer(config, dtype=dtype, mesh=mesh, implementation=args.implementation, rngs=nnx.Rngs(args.seed))
     return Setup(corpus, mesh, dtype, model)
 
 
-def run(args: argparse.Namespace, setup: Setup, console: Console) -> int:
-    """Trains, evaluates, samples and draws; returns the exit code."""
-    started = time.perf_counter()
-    corpus, mesh, _, model = setup
-    console.print(_overview(args, setup))
-    optimizer, schedule = make_optimizer(args.learning_rate, args.steps)
-    graph, state = make_state(model, optimizer, mesh)
+def prepare(args: argparse.Namespace, setup: Setup) -> Training:
+    """Compiles the step.
 
-    def on_mesh(crops):
-        return (jax.device_put(crop, batch_sharding(mesh)) for crop in crops)
+    Raises:
+      ValueError, ImportError: the devices or this installation cannot run the implementation; before it is compiled.
+    """
+
+    def on_mesh(crops: Iterable[np.ndarray]) -> Iterator[jax.Array]:
+        return (jax.device_put(crop, batch_sharding(setup.mesh)) for crop in crops)
 
     crop_shape = args.batch_size, args.sequence_length + 1
-    crops = on_mesh(data.random_crops(corpus.train, *crop_shape, seed=args.seed))
-    held_out = list(on_mesh(data.spread_crops(corpus.held_out, *crop_shape, _HELD_OUT_BATCHES)))
-    with console.status("compiling"):
-        step = compile_train_step(graph, state, held_out[0])
-    console.print(f"compiled; {time.perf_counter() - started:.1f} s since the start")
+    crops = on_mesh(data.random_crops(setup.corpus.train, *crop_shape, seed=args.seed))
+    held_out = list(on_mesh(data.spread_crops(setup.corpus.held_out, *crop_shape, _HELD_OUT_BATCHES)))
+    optimizer, schedule = make_optimizer(args.learning_rate, args.steps)
+    graph, state = make_state(setup.model, optimizer, setup.mesh)
+    return Training(compile_train_step(graph, state, held_out[0]), schedule, graph, state, crops, held_out)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in (METRICS_FILE, SAMPLE_FILE, *report.PICTURES):
-        # A run that is cut short must not leave an earlier run's results beside its own.
-        (args.out / name).unlink(missing_ok=True)
-    exit_code = 0
-    with (args.out / METRICS_FILE).open("w") as log:
-        intervals = Intervals(log, schedule, args.batch_size * args.sequence_length, args.log_every)
+
+def run(
+    args: argparse.Namespace, setup: Setup, training: Training, console: Console, watch: interrupt.Watch, started: float
+) -> int:
+    """Trains, evaluates, samples and draws; returns the exit code."""
+    exit_code, failure = 0, ""
+    with (args.out / METRICS_FILE).open("wb", buffering=0) as log:
+        intervals = Intervals(log, training.schedule, args.batch_size * args.sequence_length, args.log_every)
         try:
-            state, interrupted = train(step, state, crops, args.steps, intervals, console)
-            if interrupted:
-                raise KeyboardInterrupt
-            losses, digest = held_out_losses(graph, state, held_out), parameters_sha256(graph, state)
-            results = losses | {"parameters_sha256": digest, "seconds": time.perf_counter() - started}
-            log.write(json.dumps(results) + "\n")
-            console.print(f"{_verdict(losses)}\nSHA-256 of the parameters: {digest}", soft_wrap=True)
-            write_sample(args, corpus, graph, state, mesh, console)
-        except KeyboardInterrupt:
-            exit_code = _EXIT_INTERRUPTED
-            console.print("interrupted: what was learned so far is in the metrics and pictures")
-    report.draw_report(args.out / METRICS_FILE, args.out)
-    console.print(f"wrote {args.out} in {time.perf_counter() - started:.1f} s")
+            state = train(training, args.steps, intervals, console, watch)
+            if watch.received:
+                exit_code = interrupt.EXIT_CODE
+                _say(console, "interrupted: what was learned so far is in the metrics and pictures")
+            else:
+                write_results(log, training, state, console, started)
+                write_sample(args, setup, training.graph, state, console)
+        except FloatingPointError as error:
+            exit_code, failure = 1, f"{error}; a smaller --learning-rate than {args.learning_rate:g} may help"
+    draw(args.out, console)
+    _say(console, f"wrote {args.out} in {time.perf_counter() - started:.1f} s")
+    if failure:
+        _complain(failure)
     return exit_code
+
+
+def _say(console: Console, text: str) -> None:
+    # Paths and source code may hold what rich takes for its own.
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _complain(text: object) -> None:
+    print("models.train:", " ".join(str(text).split()), file=sys.stderr)
 
 
 def _overview(args: argparse.Namespace, setup: Setup) -> str:
@@ -370,6 +301,20 @@ def held_out_losses(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array
     }
 
 
+def write_results(log: BinaryIO, training: Training, state: nnx.State, console: Console, started: float) -> None:
+    """Evaluates the trained model; writes the last line of the metrics, and says what it says.
+
+    Raises:
+      FloatingPointError: a loss is no number, once it is written.
+    """
+    graph = training.graph
+    losses, digest = held_out_losses(graph, state, training.held_out), parameters_sha256(graph, state)
+    write_line(log, losses | {"parameters_sha256": digest, "seconds": time.perf_counter() - started})
+    _say(console, f"{_verdict(losses)}\nSHA-256 of the parameters: {digest}")
+    if not all(map(math.isfinite, losses.values())):
+        raise FloatingPointError(f"the held-out loss is {losses['held_out_loss']} after the last step")
+
+
 def parameters_sha256(graph: nnx.GraphDef, state: nnx.State) -> str:
     """Digest of all parameters' bytes, in the order of their names: two runs compared to the bit."""
     model, _ = nnx.merge(graph, state)
@@ -387,11 +332,11 @@ def _verdict(results: dict[str, float]) -> str:
 
 
 def write_sample(
-    args: argparse.Namespace, corpus: data.Corpus, graph: nnx.GraphDef, state: nnx.State, mesh: Mesh, console: Console
+    args: argparse.Namespace, setup: Setup, graph: nnx.GraphDef, state: nnx.State, console: Console
 ) -> None:
     """Lets the model continue the beginning of the held-out text; prints the result and writes ``sample.txt``."""
-    prompt = corpus.held_out[:_PROMPT_BYTES].tobytes()
-    continuation = generate(graph, state, prompt, _SAMPLE_BYTES, args.sequence_length, mesh, args.seed)
+    prompt = setup.corpus.held_out[:_PROMPT_BYTES].tobytes()
+    continuation = generate(graph, state, prompt, _SAMPLE_BYTES, args.sequence_length, setup.mesh, args.seed)
     texts = [text.decode("utf-8", errors="replace") for text in (prompt, continuation)]
     (args.out / SAMPLE_FILE).write_text("".join(texts), encoding="utf-8")
     # markup and highlight off: source code is full of square brackets.
@@ -399,20 +344,39 @@ def write_sample(
     console.print(texts[1], markup=False, highlight=False)
 
 
+def draw(folder: Path, console: Console) -> None:
+    """Draws the pictures of the metrics that are in ``folder``, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        _say(console, "no pictures: they need matplotlib (pip install matplotlib)")
+        return
+    from models import report
+
+    report.draw_report(folder / METRICS_FILE, folder)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; arguments that cannot work end it with one line on stderr and exit code 2."""
+    """Runs the command; returns its exit code."""
     args = parse_arguments(arguments)
+    with interrupt.Watch() as watch:
+        return _train_and_show(args, watch)
+
+
+def _train_and_show(args: argparse.Namespace, watch: interrupt.Watch) -> int:
+    started, console = time.perf_counter(), Console()
     try:
         setup = set_up(args)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"models.train: {error}", file=sys.stderr)
+        _say(console, _overview(args, setup))
+        with console.status("compiling"):
+            training = prepare(args, setup)
+        earlier = command.make_folder(args.out, FILES)
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        _complain(error)
         return 2
-    try:
-        return run(args, setup, Console())
-    except KeyboardInterrupt:
-        # While compiling or drawing: there is nothing, or nothing more, to keep.
-        return _EXIT_INTERRUPTED
+    _say(console, f"compiled; {time.perf_counter() - started:.1f} s since the start")
+    if earlier:
+        _say(console, f"moved the results of an earlier run to {earlier}")
+    return run(args, setup, training, console, watch, started)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.leave(main())

@@ -1,17 +1,18 @@
 """``python -m mok_jax``: the command line; its commands are modules of their own."""
 
-import argparse
 import sys
 
 from mok_jax import plan
+from mok_jax.command import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command (``None``: of this process' arguments); returns its exit status."""
-    parser = argparse.ArgumentParser("python -m mok_jax", description="Mixture-of-Experts for JAX.")
-    commands = parser.add_subparsers(required=True)
+    parser = Parser("python -m mok_jax", description="Mixture-of-Experts for JAX.")
+    commands = parser.add_subparsers(required=True, metavar="command")
     text = "whether a published layer fits a cluster, and what it takes of every GPU"
-    command = commands.add_parser("plan", help=text, description=text[0].upper() + text[1:] + ".")
+    about = f"{text[0].upper()}{text[1:]}. Defaults are in parentheses."
+    command = commands.add_parser("plan", help=text, description=about)
     plan.add_arguments(command)
     command.set_defaults(run=plan.run)
     parsed = parser.parse_args(arguments)

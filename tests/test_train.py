@@ -1,19 +1,25 @@
 """The demonstration command, very small, as a user starts it: what it writes, how it ends, and what it refuses."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from processes import cpu_environment
+from rich.console import Console
 
 from models import data, train
-from models.report import read_metrics
+from models.config import ModelConfig
+from models.interrupt import GRACE_S
+from models.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 TEXT = b"".join(b"def f%d(x):\n    return x + %d\n\n\n" % (n, n * n) for n in range(500))
@@ -22,6 +28,30 @@ TINY = (
     *("--batch-size", "8", "--sequence-length", "16", "--log-every", "2", "--implementation", "reference"),
 )
 TIME_LIMIT_S = 140
+INTERRUPT_LIMIT_S = 5
+
+# The command with all that takes long replaced, and minutes of C, where Python handles no signal, in one place.
+BLOCKED = """
+import hashlib, sys
+import numpy as np
+from models import data, interrupt, train
+
+def block(*_, **__):
+    print("blocked", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
+
+def step(state, _):
+    return state, {"loss": np.float32(3), "router_loss": np.float32(0), "expert_load": np.ones((1, 8), np.int32)}
+
+train.compile_train_step = lambda *_: step
+train.evaluate = lambda *_, **__: 2.5
+train.generate = lambda *_: b"text"
+place, arguments = sys.argv[1], sys.argv[2:]
+if place == "step":
+    step = block
+setattr(data if place == "load_corpus" else train, place, block)
+interrupt.leave(train.main(arguments))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +61,10 @@ def text_file(tmp_path_factory):
     return path
 
 
-def start(text_file, out, *arguments, **environment):
+def start(text_file, out, *arguments, program=("-m", "models.train"), **environment):
     paths = "--data", str(text_file), "--out", str(out)
-    command = [sys.executable, "-u", "-m", "models.train", *paths, *TINY, *arguments]
     return subprocess.Popen(
-        command,
+        [sys.executable, "-u", *program, *paths, *TINY, *arguments],
         cwd=ROOT,
         env=cpu_environment(**environment),
         stdout=subprocess.PIPE,
@@ -53,11 +82,37 @@ def finish(process):
     return output, process.returncode
 
 
+def wait_for(process, text):
+    """Returns when the process has printed a line that holds ``text``."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    pytest.fail("".join(lines))
+
+
+def interrupt(process, times=1):
+    """Output, exit code, and seconds from the first SIGINT to the end."""
+    started = time.monotonic()
+    for number in range(times):
+        time.sleep(0.2 * min(1, number))
+        process.send_signal(signal.SIGINT)
+    output, code = finish(process)
+    return output, code, time.monotonic() - started
+
+
 def test_a_run_writes_everything(text_file, tmp_path):
+    """And moves aside what an earlier one has left."""
+    (tmp_path / "earlier-1").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("of an earlier run")
     output, code = finish(start(text_file, tmp_path, "--steps", "5"))
     assert code == 0, output
     assert "8 cpu devices: data 2 x expert 4, float32" in output
-    written = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    earlier = tmp_path / "earlier-2"
+    assert f"moved the results of an earlier run to {earlier}" in output
+    assert (earlier / "metrics.jsonl").read_text() == "of an earlier run"
+    written = {path.name: path.stat().st_size for path in tmp_path.iterdir() if path.is_file()}
     assert set(written) == {"metrics.jsonl", "loss.png", "expert_load.png", "sample.txt"}
     assert min(written.values()) > 0
 
@@ -104,22 +159,150 @@ def test_deterministic_is_asked_of_xla_before_it_starts(text_file, monkeypatch, 
 
 
 def test_ctrl_c_keeps_what_was_written(text_file, tmp_path):
-    (tmp_path / "sample.txt").write_text("of an earlier run")
     process = start(text_file, tmp_path, "--steps", "1000000")
     metrics, limit = tmp_path / "metrics.jsonl", time.monotonic() + TIME_LIMIT_S
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None and time.monotonic() < limit, finish(process)[0]
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, code = finish(process)
-    assert code == 130, output
+    output, code, seconds = interrupt(process)
+    assert code == 130 and seconds < INTERRUPT_LIMIT_S, output
     assert "interrupted" in output and "Traceback" not in output
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png", "expert_load.png"}
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(lines) >= 2 and all("loss" in line for line in lines)
 
 
-def test_impossible_arguments_end_with_one_line(text_file, tmp_path):
+def test_ctrl_c_while_xla_compiles(text_file, tmp_path):
+    """An earlier run's results stay where they are."""
+    (tmp_path / "metrics.jsonl").write_text("of an earlier run")
+    process = start(text_file, tmp_path, "--num-layers", "12")
+    wait_for(process, "cpu devices")
+    time.sleep(2)
+    output, code, seconds = interrupt(process)
+    assert code == 130 and seconds < INTERRUPT_LIMIT_S, output
+    assert "Traceback" not in output and "compiled" not in output
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("place", ("load_corpus", "compile_train_step", "evaluate", "draw"))
+def test_ctrl_c_where_python_handles_no_signal(text_file, tmp_path, place):
+    process = start(text_file, tmp_path, "--steps", "4", program=("-c", BLOCKED, place))
+    wait_for(process, "blocked")
+    output, code, seconds = interrupt(process)
+    assert code == 130 and seconds < INTERRUPT_LIMIT_S, output
+    assert output == "interrupted: what was written so far is kept\n"
+    assert seconds < GRACE_S  # Only the loop is given time to end.
+    if place in ("evaluate", "draw"):
+        intervals, results = read_metrics(tmp_path / "metrics.jsonl")
+        assert [line["step"] for line in intervals] == [2, 4]
+        assert bool(results) == (place == "draw")
+
+
+@pytest.mark.parametrize("times", (1, 2))
+def test_ctrl_c_in_a_step_that_does_not_end(text_file, tmp_path, times):
+    """The loop is given a while to end, unless Ctrl-C comes again."""
+    process = start(text_file, tmp_path, program=("-c", BLOCKED, "step"))
+    wait_for(process, "blocked")
+    output, code, seconds = interrupt(process, times)
+    assert code == 130 and "interrupted: what was written so far is kept\n" in output
+    assert (GRACE_S < seconds < INTERRUPT_LIMIT_S) if times == 1 else (seconds < GRACE_S)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(text_file, tmp_path):
+    output, code = finish(start(text_file, tmp_path, "--steps", "1000", "--learning-rate", "1e30"))
+    assert code == 1 and "Traceback" not in output
+    intervals, results = read_metrics(tmp_path / "metrics.jsonl")
+    assert intervals[-1]["loss"] is None and not results
+    assert output.splitlines()[-1] == (
+        f"models.train: the loss is nan at step {intervals[-1]['step']}; a smaller --learning-rate than 1e+30 may help"
+    )
+    assert intervals[-1]["step"] < 100 and (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_a_held_out_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: float("inf"))
+    monkeypatch.setattr(train, "parameters_sha256", lambda *_: "")
+    training = train.Training(*[None] * 6)
+    with (
+        (tmp_path / "metrics").open("wb", buffering=0) as log,
+        pytest.raises(FloatingPointError, match="the held-out loss is inf after the last step"),
+    ):
+        train.write_results(log, training, None, Console(quiet=True), 0.0)
+    assert read_metrics(tmp_path / "metrics")[1]["held_out_loss"] is None
+
+
+REFUSALS = {
+    "--seed -1": "argument --seed: -1 must be from 0 to 4294967295; the nearest is 0",
+    "--seed 4294967296": "argument --seed: 4294967296 must be from 0 to 4294967295; the nearest is 4294967295",
+    "--seed any": "argument --seed: 'any' must be a whole number, such as 0",
+    "--learning-rate nan": "argument --learning-rate: nan must be a finite number above 0",
+    "--learning-rate inf": "argument --learning-rate: inf must be a finite number above 0",
+    "--learning-rate -0.1": "argument --learning-rate: -0.1 must be a finite number above 0",
+    "--learning-rate 0": "argument --learning-rate: 0 must be a finite number above 0",
+    "--learning-rate fast": "argument --learning-rate: 'fast' must be a number, such as 0.5",
+    "--steps 0": "argument --steps: 0 must be at least 1; the nearest is 1",
+    "--log-every 0": "argument --log-every: 0 must be at least 1; the nearest is 1",
+    "--batch-size -8": "argument --batch-size: -8 must be at least 1; the nearest is 1",
+    "--sequence-length 0": "argument --sequence-length: 0 must be at least 1; the nearest is 1",
+    "--expert-parallelism 0": "argument --expert-parallelism: 0 must be at least 1; the nearest is 1",
+    "--unknown": "unrecognized arguments: --unknown",
+    "--num-layers 0": "num_layers=0 must be at least 1; the nearest is 1.",
+    "--hidden-size 17": "hidden_size=17 must be a multiple of 2 * num_heads (4); the nearest is 16.",
+    "--aux-loss-coeff nan": "aux_loss_coeff=nan must be a finite number of at least 0.",
+    "--z-loss-coeff -1": "z_loss_coeff=-1.0 must be a finite number of at least 0.",
+    "--rope-base 0": "rope_base=0.0 must be a finite number above 0, such as 10000.",
+    "--num-experts-per-tok 9": "num_experts_per_tok=9 must be from 1 to the number of experts (8); the nearest is 8.",
+    "--sequence-length 1800": (
+        "the held-out text has 1792 bytes; a crop takes 1801. Use more text or shorter sequences."
+    ),
+    "--out {file}": "{file} cannot be a folder: {file} is not one.",
+    "--out {file}/below/it": "{file}/below/it cannot be a folder: {file} is not one.",
+    "--data {noise}": "data='{noise}' is not text in UTF-8; name a text file or a folder of them.",
+    "--data /dev/zero": "data='/dev/zero' is not text in UTF-8; name a text file or a folder of them.",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSALS)
+def test_impossible_arguments_end_with_one_line(text_file, tmp_path, capsys, monkeypatch, arguments):
+    """Whoever finds them, and before anything is compiled or written."""
+    monkeypatch.setattr(train, "compile_train_step", lambda *_: pytest.fail("compiled"))
+    noise = tmp_path / "noise"
+    noise.write_bytes(np.random.default_rng(0).bytes(5000))
+    names = {"file": text_file, "noise": noise}
+    paths = "--data", str(text_file), "--out", str(tmp_path / "out")
+    words = [word.format(**names) for word in arguments.split()]
+    with pytest.raises(SystemExit) as end:
+        sys.exit(train.main([*paths, *TINY, "--batch-size", str(jax.device_count()), *words]))
+    output, errors = capsys.readouterr()
+    assert (end.value.code, output) == (2, "")
+    assert errors == f"models.train: {REFUSALS[arguments].format(**names)}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_says_what_each_option_means(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    shown = capsys.readouterr().out.split("options:")[1]
+    options = re.split(r"\n  (?=-)", shown)[2:]
+    assert len(options) == 12 + len(dataclasses.fields(ModelConfig))
+    for option in options:
+        assert len(re.findall(r"[a-z]{2,}", re.sub(r"^.*?(\n|  )", "", option))) >= 2, option
+        assert "(" in option, option  # The default.
+
+
+def test_a_platform_that_is_not_there(text_file, tmp_path):
+    output, code = finish(start(text_file, tmp_path, JAX_PLATFORMS="abacus"))
+    assert code == 2 and output.count("\n") == 1
+    assert output.startswith("models.train: JAX_PLATFORMS=abacus has no devices here; JAX_PLATFORMS=cpu has.")
+
+
+def test_without_matplotlib_there_are_no_pictures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda _: None)
+    train.draw(tmp_path, Console())
+    assert capsys.readouterr().out == "no pictures: they need matplotlib (pip install matplotlib)\n"
+
+
+def test_arguments_that_do_not_fit_the_devices(text_file, tmp_path):
     output, code = finish(start(text_file, tmp_path, "--batch-size", "9"))
     assert code == 2 and "Traceback" not in output
     assert output.splitlines()[-1] == (

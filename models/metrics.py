@@ -1,0 +1,105 @@
+"""What a training run writes into its folder: the names of the files, and the lines of ``metrics.jsonl``."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+import optax
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLE_FILE = "sample.txt"
+LOSS_PICTURE = "loss.png"
+LOAD_PICTURE = "expert_load.png"
+FILES = METRICS_FILE, SAMPLE_FILE, LOSS_PICTURE, LOAD_PICTURE
+
+
+def write_line(log: BinaryIO, values: dict[str, Any]) -> None:
+    """Writes one line of JSON; numbers that it does not know, NaN and infinity, are ``null``.
+
+    Example:
+      >>> import io
+      >>> log = io.BytesIO()
+      >>> write_line(log, {"step": 3, "loss": math.nan})
+      >>> log.getvalue()
+      b'{"step": 3, "loss": null}\\n'
+    """
+    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    # By one call, so that a process that is ended leaves whole lines: the log has no buffer.
+    log.write(json.dumps(known, allow_nan=False).encode() + b"\n")
+
+
+def read_metrics(path: Path) -> tuple[list[dict], dict]:
+    """Reads ``metrics.jsonl``: the intervals in order, and the results at the end (empty if the run did not get there).
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+      >>> with path.open("wb", buffering=0) as log:
+      ...     write_line(log, {"step": 10, "loss": math.nan})
+      ...     write_line(log, {"held_out_loss": 2.9})
+      >>> read_metrics(path)
+      ([{'step': 10, 'loss': None}], {'held_out_loss': 2.9})
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    intervals = [line for line in lines if "step" in line]
+    results = {key: value for line in lines if "step" not in line for key, value in line.items()}
+    return intervals, results
+
+
+class Intervals:
+    """Gathers the steps' metrics and writes one JSON line an interval.
+
+    A step's values are read when the next step has been given to the devices, so that they never wait for Python. So
+    one more step is computed before a loss that is no number is noticed: ``add`` and ``finish`` then write the interval
+    as far as it has come, and raise FloatingPointError.
+    """
+
+    def __init__(self, log: BinaryIO, schedule: optax.Schedule, tokens_per_step: int, length: int):
+        self._log, self._schedule, self._tokens, self._length = log, schedule, tokens_per_step, length
+        self._unread: dict | None = None
+        self._steps: list[dict] = []
+        self._count = 0
+        self._started = time.perf_counter()
+
+    def add(self, metrics: dict) -> dict | None:
+        """Takes a step's metrics, still being computed; returns the interval that the step before completed, if one."""
+        unread, self._unread = self._unread, metrics
+        return None if unread is None else self._read(unread)
+
+    def finish(self) -> None:
+        """Reads the last step and writes what is left, be it a whole interval or less."""
+        if self._unread is not None:
+            self._read(self._unread)
+        if self._steps:
+            self._write()
+
+    def _read(self, metrics: dict) -> dict | None:
+        self._steps.append(jax.tree.map(np.asarray, metrics))
+        self._count += 1
+        loss = float(self._steps[-1]["loss"])
+        if not math.isfinite(loss):
+            self._write()
+            raise FloatingPointError(f"the loss is {loss} at step {self._count}")
+        return self._write() if len(self._steps) == self._length else None
+
+    def _write(self) -> dict:
+        seconds = time.perf_counter() - self._started
+        load = np.sum([step["expert_load"] for step in self._steps], axis=0)
+        even = np.maximum(load.mean(axis=-1), 1 / load.shape[-1])  # Of a run that diverged there may be no tokens.
+        line = {
+            "step": self._count,
+            "loss": float(np.mean([step["loss"] for step in self._steps])),
+            "router_loss": float(np.mean([step["router_loss"] for step in self._steps])),
+            "learning_rate": float(self._schedule(self._count - 1)),
+            "tokens_per_s": self._tokens * len(self._steps) / seconds,
+            # The busiest expert's tokens as a multiple of an even share, worst layer: 1 is balanced, E / K all to K.
+            "load_imbalance": float((load.max(axis=-1) / even).max()),
+            "expert_load": load.tolist(),
+        }
+        write_line(self._log, line)
+        self._steps, self._started = [], time.perf_counter()
+        return line

@@ -1,0 +1,122 @@
+"""The command line of ``python -m models.train``."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig
+from mok_jax.command import Parser, positive, whole
+
+# Every field of the model's shape is an option of the same name.
+MODEL_FIELDS = dataclasses.fields(ModelConfig)
+
+_LARGEST_SEED = 2**32 - 1  # JAX makes the same key of larger ones as of smaller.
+_OF_MODEL = {
+    "num_layers": "blocks of attention and experts",
+    "hidden_size": "width of the stream; a multiple of twice the number of heads",
+    "num_heads": "attention heads",
+    "intermediate_size": "width within one expert",
+    "num_experts": "experts in each block",
+    "num_experts_per_tok": "experts that each byte passes through",
+    "score_function": "of the router: softmax, sigmoid or sqrtsoftplus",
+    "aux_loss_coeff": "factor of the load-balancing loss; 0 leaves it out",
+    "z_loss_coeff": "factor of the router's z-loss; 0 leaves it out",
+    "rope_base": "wavelength of the slowest rotary position, over 2 pi, in bytes",
+    "tie_embeddings": "use the embedding as the output matrix as well",
+    "remat": "recompute activations in the backward, all but the experts: less memory, more time",
+    "scan": "loop over stacked blocks, so that one is compiled however many there are",
+}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line (``None``: of this process); what is wrong with it ends the process with one line."""
+    parser = Parser(
+        "python -m models.train",
+        description="Trains a small Mixture-of-Experts language model over bytes and shows what its experts learned. "
+        "Ctrl-C ends a run within seconds and keeps what was written. Defaults are in parentheses.",
+    )
+    _add_run(parser.add_argument_group("the run"))
+    _add_machine(parser.add_argument_group("how it is computed"))
+    group = parser.add_argument_group("the model")
+    for field in MODEL_FIELDS:
+        text = f"{_OF_MODEL[field.name]} (%(default)s)"
+        if field.type is bool:
+            group.add_argument(_flag(field), action=argparse.BooleanOptionalAction, default=field.default, help=text)
+        else:
+            group.add_argument(_flag(field), type=field.type, default=field.default, metavar="X", help=text)
+    return parser.parse_args(arguments)
+
+
+def _flag(field: dataclasses.Field) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _add_run(group: Any) -> None:
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="UTF-8 text file, or a folder of them, to train on; a part of it is held out (the sources of Python's "
+        "standard library)",
+    )
+    group.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="where metrics.jsonl, pictures and sample.txt are written; those of an earlier run are moved into "
+        "earlier-1, earlier-2, ... inside (%(default)s)",
+    )
+    group.add_argument("--steps", type=whole(1), default=300, metavar="N", help="training steps (%(default)s)")
+    group.add_argument(
+        "--batch-size",
+        type=whole(1),
+        default=32,
+        metavar="N",
+        help="sequences in a step; a multiple of the number of devices (%(default)s)",
+    )
+    group.add_argument(
+        "--sequence-length", type=whole(1), default=128, metavar="N", help="bytes in a sequence (%(default)s)"
+    )
+    group.add_argument(
+        "--learning-rate",
+        type=positive,
+        default=3e-3,
+        metavar="X",
+        help="AdamW's at its peak, after a tenth of the steps; it decays to a twentieth (%(default)s)",
+    )
+    group.add_argument(
+        "--log-every",
+        type=whole(1),
+        default=10,
+        metavar="N",
+        help="steps that make up one line of metrics.jsonl (%(default)s)",
+    )
+    group.add_argument(
+        "--seed",
+        type=whole(0, _LARGEST_SEED),
+        default=0,
+        metavar="N",
+        help=f"of parameters, crops and sample, from 0 to {_LARGEST_SEED} (%(default)s)",
+    )
+
+
+def _add_machine(group: Any) -> None:
+    group.add_argument(
+        "--implementation",
+        choices=("megakernel", "xla", "reference"),
+        help="of the expert step (the best that the devices have)",
+    )
+    group.add_argument(
+        "--expert-parallelism",
+        type=whole(1),
+        metavar="N",
+        help="devices that share one copy of the experts; a divisor of their number (all GPUs; on CPUs at most 4)",
+    )
+    group.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of activations (bfloat16 on GPUs, float32 on CPUs)"
+    )
+    group.add_argument(
+        "--deterministic", action="store_true", help="the same bits in every run on one machine, on GPUs too (off)"
+    )

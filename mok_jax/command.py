@@ -1,0 +1,117 @@
+"""What the command lines of this repository share: refusals of one line, checked numbers, and folders of results."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+_EARLIER = "earlier-"
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses a command line in one line on stderr, with exit code 2.
+
+    Example:
+      >>> Parser("shown").parse_args([])
+      Namespace()
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong, without the usage that ``--help`` shows."""
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}\n")
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that is a whole number within bounds.
+
+    Example:
+      >>> whole(1)("12")
+      12
+    """
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as {least}") from None
+        nearest = max(least, value if most is None else min(value, most))
+        if nearest != value:
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{value} must be {bounds}; the nearest is {nearest}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """The type of an option that is a finite number above 0.
+
+    Example:
+      >>> positive("1e-3")
+      0.001
+    """
+    return _finite(text, lambda value: value > 0, "above 0")
+
+
+def not_negative(text: str) -> float:
+    """The type of an option that is a finite number of at least 0.
+
+    Example:
+      >>> not_negative("0")
+      0.0
+    """
+    return _finite(text, lambda value: value >= 0, "of at least 0")
+
+
+def _finite(text: str, is_legal: Callable[[float], bool], bounds: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, such as 0.5") from None
+    if not math.isfinite(value) or not is_legal(value):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number {bounds}")
+    return value
+
+
+def check_folder(folder: Path) -> None:
+    """Raises OSError where ``folder`` is none, or cannot be made or written into; makes nothing."""
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{folder} cannot be a folder: {existing} is not one.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written into: {existing} does not permit it.")
+
+
+def make_folder(folder: Path, files: Iterable[str]) -> Path | None:
+    """Makes ``folder``, ready for results of these names.
+
+    Where an earlier run has left such files they are moved into a folder inside, ``earlier-1`` for the first.
+
+    Returns:
+      The folder that earlier results were moved into, or ``None``: there were none.
+
+    Raises:
+      OSError: as :func:`check_folder`.
+
+    Example:
+      >>> import tempfile
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> _ = (folder / "metrics").write_text("3.1")
+      >>> make_folder(folder, ["metrics"]).name, (folder / "metrics").exists()
+      ('earlier-1', False)
+    """
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    there = [folder / name for name in files if os.path.lexists(folder / name)]
+    if not there:
+        return None
+    numbers = (path.name.removeprefix(_EARLIER) for path in folder.glob(f"{_EARLIER}*"))
+    earlier = folder / f"{_EARLIER}{1 + max((int(n) for n in numbers if n.isdecimal()), default=0)}"
+    earlier.mkdir()
+    for path in there:
+        path.rename(earlier / path.name)
+    return earlier
