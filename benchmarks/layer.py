@@ -37,7 +37,10 @@ from benchmarks.implementations.base import Bind, Program
 from benchmarks.problem import Problem, Tokens, make_problem, make_tokens
 from benchmarks.routing import ROUTINGS
 from benchmarks.shapes import CPU_SHAPES, GPU_SHAPES, SHAPES
+from mok_jax import command
+from mok_jax.sharding import LARGEST_DOMAIN
 
+RESULTS_FILE, PICTURE_FILE = "layer.json", "layer.png"
 PROTOCOLS = ("burst", "matched", "sustained")
 STATE_S = 0.5  # Long enough for clocks and power to be read meanwhile.
 
@@ -48,7 +51,10 @@ CPU_DRIFT_LIMITS = dict.fromkeys(PROTOCOLS, 0.1)
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line (``None``: of this process)."""
-    parser = argparse.ArgumentParser("python -m benchmarks.layer", description=__doc__.split("\n\n")[0])
+    parser = command.Parser(
+        "python -m benchmarks.layer",
+        description="Measures the layer, its peers and the machine's ceiling in one run. Defaults are in parentheses.",
+    )
 
     def add_choice(flag: str, choices, default, text: str) -> None:
         def parse(value: str) -> list[str]:
@@ -58,20 +64,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                     raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
             return names
 
-        parser.add_argument(flag, type=parse, default=default, metavar="NAME,...", help=f"{text}: {', '.join(choices)}")
+        parser.add_argument(
+            flag, type=parse, default=default, metavar="NAME,...", help=f"{text}; of {', '.join(choices)}"
+        )
 
-    add_choice("--shapes", SHAPES, None, f"(GPU: {','.join(GPU_SHAPES)}; CPU: {','.join(CPU_SHAPES)})")
-    add_choice("--pass", flops.PASSES, ["forward+backward", "forward", "backward"], "(all but forward+saves)")
-    add_choice("--routing", ROUTINGS, list(ROUTINGS), "(all)")
-    add_choice("--implementations", IMPLEMENTATIONS, list(IMPLEMENTATIONS), "(all)")
-    add_choice("--protocol", PROTOCOLS, list(PROTOCOLS), "(all)")
-    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (%(default)s)")
-    parser.add_argument("--data", type=int, default=1, help="groups of such ranks (%(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16 on a GPU, float32 on a CPU)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder to write into (%(default)s)")
-    parser.add_argument("--time-limit", type=float, default=420, help="seconds for the run (%(default)s)")
-    parser.add_argument("--build-limit", type=float, default=60, help="seconds to build and check one (%(default)s)")
-    parser.add_argument("--commit", help="to record where the checkout has no git (asked of git)")
+    def add(flag: str, kind: Callable, default: Any, metavar: str, text: str) -> None:
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+
+    chosen = f"GPU: {','.join(GPU_SHAPES)}; CPU: {','.join(CPU_SHAPES)}"
+    add_choice("--shapes", SHAPES, None, f"layers to measure ({chosen})")
+    add_choice("--pass", flops.PASSES, ["forward+backward", "forward", "backward"], "passes (all but forward+saves)")
+    add_choice("--routing", ROUTINGS, list(ROUTINGS), "how tokens choose experts (all)")
+    add_choice("--implementations", IMPLEMENTATIONS, list(IMPLEMENTATIONS), "what is measured (all)")
+    add_choice("--protocol", PROTOCOLS, list(PROTOCOLS), "how it is timed, see benchmarks/measure.py (all)")
+    add("--ep", command.whole(1, LARGEST_DOMAIN), 1, "N", "ranks that share the experts")
+    add("--data", command.whole(1), 1, "N", "groups of such ranks")
+    dtypes = "of activations and products (bfloat16 on a GPU, float32 on a CPU)"
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=dtypes)
+    kept = "where layer.json and layer.png are written; those of an earlier run are moved into earlier-1, ... inside"
+    add("--out", Path, Path("runs/bench"), "FOLDER", kept)
+    add("--time-limit", command.not_negative, 420.0, "S", "seconds for the run; what they do not last for is left out")
+    add("--build-limit", command.positive, 60.0, "S", "seconds to build and check one implementation")
+    parser.add_argument("--commit", metavar="HASH", help="to record where the checkout has no git (asked of git)")
     parser.add_argument("--keep-going", action="store_true", help="leave out what computes wrong results, and go on")
     return parser.parse_args(arguments)
 
@@ -138,6 +152,13 @@ def main(arguments: list[str] | None = None) -> int:
     if len(devices) < args.ep * args.data:
         console.print(f"--ep {args.ep} --data {args.data}: there are only {len(devices)} devices", style="red")
         return 2
+    try:
+        earlier = command.make_folder(args.out, (RESULTS_FILE, PICTURE_FILE))
+    except OSError as error:
+        print(f"benchmarks.layer: {error}", file=sys.stderr)
+        return 2
+    if earlier:
+        console.print(f"moved the results of an earlier run to {earlier}", markup=False, soft_wrap=True)
     on_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
     results: dict[str, Any] = {"meta": machine.describe(args.commit), "records": []}
@@ -184,13 +205,13 @@ def finish(run: Run) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         run.console.print("no picture: matplotlib is not installed", style="yellow")
     else:
-        report.draw(run.results, run.args.out / "layer.png")
+        report.draw(run.results, run.args.out / PICTURE_FILE)
     run.console.print(f"wrote {run.args.out}; {run.results['meta']['seconds']:.0f} s")
 
 
 def save(run: Run) -> None:
     """Writes the results so far."""
-    report.write_json(run.results, run.args.out / "layer.json")
+    report.write_json(run.results, run.args.out / RESULTS_FILE)
 
 
 def measure_shape(run: Run, problem: Problem, seconds: float) -> None:

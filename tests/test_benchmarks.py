@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -278,6 +279,29 @@ def hurry(monkeypatch):
 def run_command(tmp_path, *arguments):
     code = layer.main(["--shapes", "tiny", "--routing", "uniform", "--out", str(tmp_path), *arguments])
     return code, json.loads((tmp_path / "layer.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    (
+        ("--ep 0", "argument --ep: 0 must be from 1 to 72; the nearest is 1"),
+        ("--time-limit nan", "argument --time-limit: nan must be a finite number of at least 0"),
+        ("--shapes v9", "argument --shapes: 'v9' is not one of "),
+        (f"--out {__file__}", f"{__file__} cannot be a folder: {__file__} is not one."),
+    ),
+)
+def test_impossible_arguments_end_with_one_line(capsys, arguments, text):
+    with pytest.raises(SystemExit) as end:
+        sys.exit(layer.main(arguments.split()))
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and errors.startswith(f"benchmarks.layer: {text}") and errors.count("\n") == 1
+
+
+def test_results_of_an_earlier_run_are_moved(tmp_path, capsys):
+    (tmp_path / "layer.json").write_text("of an earlier run")
+    run_command(tmp_path, "--time-limit", "0", "--implementations", "xla", "--pass", "forward")
+    assert f"moved the results of an earlier run to {tmp_path / 'earlier-1'}" in capsys.readouterr().out
+    assert (tmp_path / "earlier-1" / "layer.json").read_text() == "of an earlier run"
 
 
 def test_a_planted_wrong_result_stops_the_run(monkeypatch, tmp_path, capsys):
