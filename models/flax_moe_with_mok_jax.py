@@ -4,7 +4,6 @@
 place. All that this changes in a model is what `diff` says of the two files. Both are trained by `python -m`.
 """
 
-import argparse
 from collections.abc import Iterator
 
 import jax
@@ -13,7 +12,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from models import data
+from models import data, losses
 from mok_jax.linen import MoE
 
 LENGTH, BATCH_SIZE = 64, 16  # bytes in a sequence, sequences in a step
@@ -94,8 +93,4 @@ def train(steps: int) -> Iterator[float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
-    for step, loss in enumerate(train(parser.parse_args().steps)):
-        if step % 10 == 0:
-            print(f"step {step:4d}  loss {loss:.3f}", flush=True)
+    losses.main(__spec__.name, __doc__, train)

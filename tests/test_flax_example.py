@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from compare import relative_l2
 from flax import linen as nn
 
-from models import flax_moe, flax_moe_with_mok_jax
+from models import flax_moe, flax_moe_with_mok_jax, losses
 
 EXAMPLES = flax_moe, flax_moe_with_mok_jax
 CHANGED_LINES = 20  # fewer, added and removed together
@@ -21,6 +22,16 @@ def test_trains(example):
     """The loss begins near 6 nats a byte, somewhat above ln 256, and 12 steps take at least 2 off it."""
     losses = list(example.train(steps=12))
     assert losses[0] - losses[-1] > 2, losses
+
+
+def test_the_programs_say_why_their_losses_differ(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flax_moe", "--steps", "11"])
+    losses.main("models.flax_moe", "", lambda steps: iter([2.0] * steps))
+    why, *lines = capsys.readouterr().out.splitlines()
+    assert "different losses: Linen draws initial parameters by their path" in why
+    assert lines == ["step    0  loss 2.000 nats per byte", "step   10  loss 2.000 nats per byte"]
+    for example in EXAMPLES:
+        assert "losses.main(" in Path(example.__file__).read_text()
 
 
 def test_few_lines_differ_and_the_readme_shows_them():
