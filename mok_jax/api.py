@@ -112,14 +112,20 @@ def moe(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
     implementation = choose_implementation(implementation, x, axis_name, activation)
-    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
-    options = {"axis_name": axis_name, "activation": activation, "activation_limit": activation_limit}
     if implementation == "megakernel":
         checks.check_megakernel(x)
-        y, stats = megakernel.moe(*operands, **options, config=config)
-    else:
-        y, stats = {"xla": xla.moe, "reference": reference.moe}[implementation](*operands, **options)
+    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
+    y, stats = _run(implementation, axis_name, activation, activation_limit, config, *operands)
     return (y, stats) if return_stats else y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _run(implementation, axis_name, activation, activation_limit, config, *operands):
+    """One program where ``moe`` is called eagerly, compiled once; part of the caller's where it is traced."""
+    options = {"axis_name": axis_name, "activation": activation, "activation_limit": activation_limit}
+    if implementation == "megakernel":
+        return megakernel.moe(*operands, **options, config=config)
+    return {"xla": xla.moe, "reference": reference.moe}[implementation](*operands, **options)
 
 
 def choose_implementation(implementation: Implementation | None, x, axis_name, activation) -> Implementation:

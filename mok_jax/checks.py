@@ -78,7 +78,7 @@ def _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
         raise TypeError(f"x has dtype {x.dtype}; it must be bfloat16 or float32: x.astype(jnp.bfloat16)")
     if expert_ids.dtype != jnp.int32:
         raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be int32: expert_ids.astype(jnp.int32)")
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, np.float32)
     if expert_weights.dtype not in (jnp.float32, wide):
         raise TypeError(
             f"expert_weights has dtype {expert_weights.dtype}; it must be float32: expert_weights.astype(jnp.float32)"

@@ -8,19 +8,19 @@ What :mod:`mok_jax.nnx` and :mod:`mok_jax.linen` share, and all that they do apa
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import mok_jax
-from mok_jax import checks, routing, sharding
+from mok_jax import checks, routing, sharding, splitting
 from mok_jax.activation import Activation, swiglu
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig, require_choice
@@ -223,6 +223,10 @@ class Settings:
             "the nearest with shared experts is num_shared_experts=1."
         )
 
+    def split(self) -> splitting.Split | None:
+        """How tokens are split over devices where the layer is called."""
+        return splitting.split_over(self.mesh, self.expert_axis)
+
     @property
     def _expert_parallelism(self) -> int:
         return 1 if self.mesh is None else sharding.axis_size(self.mesh, self.expert_axis)
@@ -316,9 +320,18 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
         raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={settings.hidden_size}].")
     if token_mask is not None and token_mask.shape != x.shape[:-1]:
         raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
+    out = _compiled(settings, weights, x, token_mask)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
+    return out
+
+
+@functools.partial(jax.jit, static_argnames="settings", inline=True)
+def _compiled(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:
+    """One program where the layer is called eagerly, compiled once; part of the caller's where it is traced."""
     compute = functools.partial(_forward, settings)
-    mesh = settings.mesh
-    if mesh is not None and _has_explicit_axes(mesh):
+    explicit = splitting.explicit_axes(settings.mesh)
+    if explicit:
         # Flattened tokens have no sharding that an explicit mesh can write down; inside, XLA keeps track of it.
         like_x: Any = jax.typeof(x).sharding.spec
         whole: Any = P()
@@ -329,11 +342,8 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
             expert_load=whole,
             expert_bias_update=None if weights.expert_bias is None else whole,
         )
-        compute = jax.sharding.auto_axes(compute, axes=mesh.axis_names, out_sharding=specs)
-    out = compute(weights, x, token_mask)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
-        out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
-    return out
+        compute = jax.sharding.auto_axes(compute, axes=explicit, out_sharding=specs)
+    return compute(weights, x, token_mask)
 
 
 def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:
@@ -344,10 +354,11 @@ def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax
     routed = _route(settings, logits, mask, weights.expert_bias)
     tokens = tokens.astype(settings.dtype or x.dtype)
     output = _experts(settings, weights, tokens, routed)
+    wide = accumulator_dtype(tokens.dtype)
     if weights.wo_bias is not None:
-        output = output + _last_bias(settings, weights.wo_bias, routed)
+        output = output.astype(wide) + _last_bias(settings, weights.wo_bias, routed).astype(wide)
     if weights.shared_wo is not None:
-        output = output + _shared_experts(settings, weights, tokens)
+        output = output.astype(wide) + _shared_experts(settings, weights, tokens).astype(wide)
     load = routing.expert_load(routed.expert_ids, settings.num_experts)
     update = None
     if weights.expert_bias is not None:
@@ -379,7 +390,7 @@ def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.
         )
 
     # Said here: of a top_k over the batch, XLA's partitioner gathers everybody's scores on every device.
-    return _over_tokens(settings.mesh, choose, (logits, mask), (expert_bias,), P())
+    return splitting.map_shares(settings.split(), choose, (logits, mask), (expert_bias,), P())
 
 
 def _scaled(coefficient: float, loss: Callable[[], jax.Array]) -> jax.Array:
@@ -401,7 +412,7 @@ def _load_balance_loss(settings: Settings, routed: routing.Routing, mask, leadin
 
 def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> jax.Array:
     """``(silu(x @ wi_0) * (x @ wi_1)) @ wo``, gated, over all axes of the mesh: ``[N, H]``, not yet rounded."""
-    rows = _over_all_axes(settings.mesh, tokens)
+    rows = splitting.share(settings.split(), tokens)
 
     def wide(lhs, weight):
         return jnp.dot(lhs, weight.astype(lhs.dtype), preferred_element_type=accumulator_dtype(lhs.dtype))
@@ -417,9 +428,10 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
     """The expert step: ``[N, H] -> [N, H]``, over the mesh if there is one."""
     if tokens.shape[0] == 0:
         return tokens
+    split = settings.split()
     step: Callable[..., jax.Array] = functools.partial(
         mok_jax.moe,
-        axis_name=None if _of_several(settings.mesh) is None else settings.expert_axis,
+        axis_name=None if split is None else settings.expert_axis,
         activation=settings.activation,
         activation_limit=settings.activation_limit,
         config=settings.config or MoKConfig(),
@@ -431,7 +443,7 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
         step = jax.checkpoint(functools.partial(_with_first_biases, step), policy=mok_jax.remat_policy)
         experts += [weights.wi_0_bias, weights.wi_1_bias]
     rows = tokens, routed.expert_ids, routed.expert_weights
-    return _over_tokens(settings.mesh, step, rows, experts, P(settings.expert_axis))
+    return splitting.map_shares(split, step, rows, experts, P(settings.expert_axis))
 
 
 def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, wi_0_bias, wi_1_bias) -> jax.Array:
@@ -456,9 +468,9 @@ def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, 
 def _last_bias(settings: Settings, wo_bias: jax.Array, routed: routing.Routing) -> jax.Array:
     """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``."""
     # As a product, not a gather, whose gradient would be a scatter-add: those add in any order on a GPU.
-    chosen = routed.expert_ids[..., None] == jnp.arange(wo_bias.shape[0])
+    chosen = jax.nn.one_hot(routed.expert_ids, wo_bias.shape[0], dtype=bool)
     dense = jnp.sum(jnp.where(chosen, routed.expert_weights[..., None], 0), axis=1)
-    rows = _over_all_axes(settings.mesh, dense)
+    rows = splitting.share(settings.split(), dense)
     output = jnp.dot(rows, wo_bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     return output[: dense.shape[0]]
 
@@ -467,62 +479,3 @@ def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
     """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype."""
     # HIGHEST: a GPU's default for f32 is TF32, whose error is enough to choose other experts.
     return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-
-
-def _over_tokens[T](
-    mesh: Mesh | None,
-    step: Callable[..., T],
-    rows: tuple[jax.Array | None, ...],
-    others: Sequence[jax.Array | None],
-    along: P,
-) -> T:
-    """``step(*rows, *others)`` of each device's share of ``rows [N, ...]``; ``others`` lie ``along`` axes of it."""
-    mesh = _of_several(mesh)
-    if mesh is None:
-        return step(*rows, *others)
-    by_token = P(mesh.axis_names)
-    in_specs = (by_token,) * len(rows) + (along,) * len(others)
-    step = jax.shard_map(step, mesh=_with_auto_axes(mesh), in_specs=in_specs, out_specs=by_token)
-    results = step(*jax.tree.map(functools.partial(_pad_tokens, mesh), rows), *others)
-    tokens = jax.tree.leaves(rows)[0].shape[0]
-    return jax.tree.map(lambda a: a[:tokens], results)
-
-
-def _over_all_axes(mesh: Mesh | None, rows: jax.Array) -> jax.Array:
-    """``rows [N, ...]``, padded to what the mesh can share, each device having its share of them."""
-    mesh = _of_several(mesh)
-    if mesh is None:
-        return rows
-    # Said here, padding included: of tokens that the mesh does not divide, XLA would compute some on every device.
-    by_token = NamedSharding(_with_auto_axes(mesh), P(mesh.axis_names))
-    return jax.lax.with_sharding_constraint(_pad_tokens(mesh, rows), by_token)
-
-
-def _pad_tokens(mesh: Mesh, rows: jax.Array) -> jax.Array:
-    """``rows [N, ...]`` with as many more as the mesh needs to share them evenly: zeros, or ids of no expert."""
-    padding = [(0, -rows.shape[0] % mesh.size)] + [(0, 0)] * (rows.ndim - 1)
-    return jnp.pad(rows, padding, constant_values=-1 if jnp.issubdtype(rows.dtype, jnp.integer) else 0)
-
-
-def _of_several(mesh: Mesh | None) -> Mesh | None:
-    """The mesh, or None where there is nothing to split."""
-    return None if mesh is None or mesh.size == 1 else mesh
-
-
-def _has_explicit_axes(mesh: Mesh) -> bool:
-    """Whether shardings are part of the types where the caller is; raises ValueError where they would have to be."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return False
-    here = jax.sharding.get_abstract_mesh()
-    if here.empty:
-        raise ValueError(
-            f"mesh has explicit axes {mesh.axis_names}: call the layer inside `with jax.set_mesh(mesh)`, "
-            "or use a mesh with automatic axes, such as mok_jax.sharding.make_mesh makes."
-        )
-    return AxisType.Explicit in here.axis_types
-
-
-def _with_auto_axes(mesh: Mesh) -> Mesh:
-    if mesh.are_all_axes_auto:
-        return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

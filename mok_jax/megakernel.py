@@ -17,7 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
 from mok_jax import checks, native
 from mok_jax.activation import ACTIVATIONS, Activation
@@ -299,7 +299,8 @@ def _complete_residuals(ctx, operands):
     """
     x, wi_0 = ctx.avals_in[0], ctx.avals_in[3]
     saved = len(operands) - 10
-    empty = [ShapedArray((0, width), _bits(x.dtype)) for width in (_pre_activation_width(wi_0.shape[2]), x.shape[1])[saved:]]
+    widths = _pre_activation_width(wi_0.shape[2]), x.shape[1]
+    empty = [ShapedArray((0, width), _bits(x.dtype)) for width in widths[saved:]]
     constants = [mlir.ir_constant(np.zeros(aval.shape, aval.dtype)) for aval in empty]
     return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]
 
@@ -341,14 +342,7 @@ def _make_primitive(name, abstract_rule):
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract_rule)
-    compiled = jax.jit(primitive.bind, static_argnames="call")
-
-    def run_eagerly(*operands, call):
-        # Compiled under ``jax.disable_jit`` too, as JAX's own primitives are.
-        with jax.disable_jit(False):
-            return compiled(*operands, call=call)
-
-    primitive.def_impl(run_eagerly)
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, functools.partial(_lower, name, platform), platform=platform)
     mlir.register_lowering(primitive, _lower_elsewhere)

@@ -111,7 +111,7 @@ def top_k_routing(
 
     order = logits if softmax_after_topk else scores
     if expert_bias is not None:
-        order += expert_bias.astype(jnp.float32)
+        order += expert_bias.astype(jnp.float32)[None]
     # NaN has no place in an order: without this line the ids of such a row depend on the platform's sort.
     # lax.top_k puts the lower index first among equals.
     order = jax.lax.stop_gradient(jnp.where(jnp.isnan(order), -jnp.inf, order))
@@ -174,7 +174,7 @@ def load_balance_loss(probs: jax.Array, expert_ids: jax.Array, token_mask: jax.A
     tokens = _token_count(probs.shape[0], token_mask)
     if token_mask is not None:
         expert_ids = jnp.where(token_mask[:, None], expert_ids, -1)
-    fraction = expert_load(expert_ids, num_experts) / tokens
+    fraction = expert_load(expert_ids, num_experts).astype(jnp.float32) / tokens
     mean_prob = mask_rows(probs, token_mask).sum(axis=0) / tokens
     return num_experts / num_experts_per_tok * jnp.sum(fraction * mean_prob)
 
@@ -262,7 +262,7 @@ def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
       >>> expert_load(jnp.array([[0, 2], [2, -1]]), num_experts=4).tolist()
       [1, 0, 2, 0]
     """
-    return jnp.sum(expert_ids.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return jnp.sum(jax.nn.one_hot(expert_ids.reshape(-1), num_experts, dtype=bool), axis=0, dtype=jnp.int32)
 
 
 def expert_scores(logits: jax.Array, score_function: str) -> jax.Array:
@@ -360,14 +360,14 @@ def _close_other_groups(order: jax.Array, num_groups: int, group_topk: int, scor
     groups = order.reshape(order.shape[0], num_groups, num_experts // num_groups)
     best, _ = jax.lax.top_k(groups, min(scores_per_group, groups.shape[-1]))
     _, group_ids = jax.lax.top_k(best.sum(axis=-1), group_topk)
-    is_open = (group_ids[..., None] == jnp.arange(num_groups)).any(axis=-2)
+    is_open = jax.nn.one_hot(group_ids, num_groups, dtype=bool).any(axis=-2)
     return jnp.where(is_open[..., None], groups, -jnp.inf).reshape(order.shape)
 
 
 def _select(scores: jax.Array, expert_ids: jax.Array) -> jax.Array:
     # Not take_along_axis: its gradient is a scatter-add, which GPUs add in any order and partitioners like to gather
     # for. Summing one score and zeros is exact, fuses into one loop, and needs neither.
-    chosen = expert_ids[..., None] == jnp.arange(scores.shape[-1])
+    chosen = jax.nn.one_hot(expert_ids, scores.shape[-1], dtype=bool)
     return jnp.sum(jnp.where(chosen, scores[:, None, :], 0), axis=-1)
 
 
