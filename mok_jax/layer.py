@@ -320,6 +320,7 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
         raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={settings.hidden_size}].")
     if token_mask is not None and token_mask.shape != x.shape[:-1]:
         raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
+    splitting.check_types(array for array in (x, *weights) if isinstance(array, jax.Array))
     out = _compiled(settings, weights, x, token_mask)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
         out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))

@@ -13,7 +13,7 @@ from flax.core.spmd import shard_value
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from mok_jax import sharding
+from mok_jax import sharding, splitting
 from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
@@ -112,6 +112,7 @@ class MoE(nn.Module):
           ValueError: as :func:`mok_jax.layer.forward`.
         """
         settings = self.settings
+        splitting.check_has_devices(settings.mesh)
         arrays = {
             name: Gate(settings, parameter, name=name)() if name in GATES else _param(self, name, parameter, settings)
             for name, parameter in settings.parameters().items()

@@ -283,7 +283,8 @@ def _refuse_sharding(ctx, name):
             names = ", ".join(map(repr, context.mesh.axis_names))
             raise ValueError(
                 f"mok_jax.{name} inside a shard_map that is not manual over mesh axes {automatic}: its arguments would "
-                f"be gathered silently. Use shard_map over all axes, axis_names={{{names}}}"
+                f"be gathered silently. Use shard_map over all axes, axis_names={{{names}}}; or "
+                "mok_jax.nnx.MoE(mesh=...), which has one of its own"
             )
     elif context.num_devices > 1:
         raise ValueError(
@@ -333,8 +334,7 @@ def _refuse_vmap(*_, **__):
 
 def _refuse_derivative(*_, **__):
     raise NotImplementedError(
-        "mok_jax.moe has first derivatives in reverse mode only; for second derivatives use "
-        'implementation="reference"'
+        'mok_jax.moe has first derivatives in reverse mode only; for second derivatives use implementation="reference"'
     )
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from mok_jax import sharding
+from mok_jax import sharding, splitting
 from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
@@ -135,6 +135,7 @@ class MoE(nnx.Module):
             config=config,
             implementation=implementation,
         )
+        splitting.check_has_devices(mesh)
         # Without a mesh, axis names stay on the parameter for whoever shards it later.
         metadata: dict[str, Any] = {"eager_sharding": False}
         if mesh is not None:

@@ -6,7 +6,7 @@ that are not manual there.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,10 +39,13 @@ def split_over(mesh: Mesh | AbstractMesh | None, expert_axis: str | tuple[str, .
         return None
     around = jax.sharding.get_abstract_mesh()
     if around.empty:
-        shape, axes, of_its_own = mesh.shape, mesh.axis_names, _with_auto_axes(mesh)
+        check_has_devices(mesh)
+        shape, axes = mesh.shape, mesh.axis_names
+        of_its_own = mesh.update(axis_types=(AxisType.Auto,) * len(axes))
     else:
         _check_mesh_around(mesh, expert_axis, around)
-        shape, axes, of_its_own = around.shape, _free_axes(around), None
+        shape, of_its_own = around.shape, None
+        axes = tuple(axis for axis in around.axis_names if axis not in around.manual_axes)
     size = math.prod(shape[axis] for axis in axes)
     return None if size == 1 else Split(of_its_own, axes, size)
 
@@ -53,10 +56,10 @@ def explicit_axes(mesh: Mesh | AbstractMesh | None) -> tuple[str, ...]:
     Raises:
       ValueError: they would have to be, but the caller is not under a mesh.
     """
-    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+    if mesh is None:
         return ()
     around = jax.sharding.get_abstract_mesh()
-    if around.empty:
+    if around.empty and AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"mesh has explicit axes {mesh.axis_names}: call the layer inside `with jax.set_mesh(mesh)`, "
             "or use a mesh with automatic axes, such as mok_jax.sharding.make_mesh makes."
@@ -78,6 +81,8 @@ def map_shares[T](
     in_specs = (by_token,) * len(rows) + (along,) * len(others)
     step = jax.shard_map(step, mesh=split.mesh, in_specs=in_specs, out_specs=by_token, axis_names=set(split.axes))
     results = step(*jax.tree.map(functools.partial(_pad, split), rows), *others)
+    if any(jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(results)):
+        results = _refuse_gradient(results)
     tokens = jax.tree.leaves(rows)[0].shape[0]
     return jax.tree.map(lambda a: a[:tokens], results)
 
@@ -97,6 +102,47 @@ def _pad(split: Split, rows: jax.Array) -> jax.Array:
     return jnp.pad(rows, padding, constant_values=-1 if jnp.issubdtype(rows.dtype, jnp.integer) else 0)
 
 
+@jax.custom_vjp
+def _refuse_gradient(results):
+    """What a ``shard_map`` inside one that checks types computed: JAX cannot differentiate it (0.11.2 to 0.12)."""
+    return results
+
+
+def _gradient_is_refused(_):
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    raise NotImplementedError(
+        f"the gradient of a mok_jax layer inside a jax.shard_map over {axes} with check_vma=True: JAX cannot lower "
+        "that of one shard_map in another. Give yours check_vma=False; a gradient taken outside it stays the same."
+    )
+
+
+_refuse_gradient.defvjp(_gradient_is_refused, lambda *_: ())
+
+
+def check_types(arrays: Iterable[jax.Array]) -> None:
+    """Raises ValueError for an array that comes from a mesh with explicit axes, under one with automatic axes."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty or AxisType.Explicit in around.axis_types:
+        return
+    for array in arrays:
+        theirs = jax.typeof(array).sharding.mesh
+        if AxisType.Explicit in theirs.axis_types:
+            raise ValueError(
+                f"an array of shape {array.shape} lies on a mesh with explicit axes {theirs.explicit_axes}, but the "
+                f"layer is called under one with axes {around.axis_names} of types {around.axis_types}: make the layer "
+                "and its input on the mesh that jax.set_mesh gets."
+            )
+
+
+def check_has_devices(mesh: Mesh | AbstractMesh | None) -> None:
+    """Raises ValueError for an ``AbstractMesh`` where no mesh with devices is around."""
+    if isinstance(mesh, AbstractMesh) and jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(
+            f"mesh is an AbstractMesh of {dict(mesh.shape)}, which has no devices: make and call the layer inside "
+            "`with jax.set_mesh(...)` of a jax.sharding.Mesh, or give it that mesh."
+        )
+
+
 def _check_mesh_around(mesh: Mesh | AbstractMesh, expert_axis: str | tuple[str, ...], around: AbstractMesh) -> None:
     if any(around.shape.get(axis) != size for axis, size in mesh.shape.items()):
         raise ValueError(
@@ -110,11 +156,3 @@ def _check_mesh_around(mesh: Mesh | AbstractMesh, expert_axis: str | tuple[str, 
             f"own there. Leave it out of the axis_names of yours, such as axis_names={set(around.axis_names) - {*axes}}"
             f", or call mok_jax.moe(..., axis_name={expert_axis!r}) with this rank's tokens and experts."
         )
-
-
-def _free_axes(around: AbstractMesh) -> tuple[str, ...]:
-    return tuple(axis for axis in around.axis_names if axis not in around.manual_axes)
-
-
-def _with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -94,7 +94,9 @@ def make_linen(mesh):
     layer = linen.MoE(**LAYER, mesh=mesh)
     variables = nn.unbox(jax.jit(layer.init)(jax.random.key(0), jnp.ones((2, 3, HIDDEN))))
     state = {"moe_state": variables["moe_state"]}
-    return total_of(lambda params, *inputs: layer.apply({"params": params, **state}, *inputs), mesh), variables["params"]
+    return total_of(lambda params, *inputs: layer.apply({"params": params, **state}, *inputs), mesh), variables[
+        "params"
+    ]
 
 
 def total_of(apply, mesh):

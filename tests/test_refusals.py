@@ -251,7 +251,10 @@ def total(x):
 
 FORWARD_MODE = TypeError, r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"
 FIRST_ORDER = NotImplementedError, r'mok_jax.moe has first derivatives in reverse mode only.*implementation="reference"'
-VMAP = NotImplementedError, r'mok_jax.moe does not support jax.vmap.*Reshape leading dimensions.*use implementation="reference"'
+VMAP = (
+    NotImplementedError,
+    r'mok_jax.moe does not support jax.vmap.*Reshape leading dimensions.*use implementation="reference"',
+)
 TRANSFORMED = {
     "jvp": (lambda x: jax.jvp(of_x, (x,), (x,)), FORWARD_MODE),
     "jitted jvp": (jax.jit(lambda x: jax.jvp(of_x, (x,), (x,))), FORWARD_MODE),
@@ -341,6 +344,7 @@ def test_missing_native_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "mok_jax._native", None)
     monkeypatch.delattr(mok_jax, "_native", raising=False)
     native.library.cache_clear()
+    api._run.clear_cache()  # A call that has been traced with the same shapes would not look for it again.
     try:
         with pytest.raises(
             ImportError, match=r'implementation="megakernel" needs .*`make build`.*implementation="xla"'
