@@ -38,20 +38,19 @@ def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, ac
 def check_expert_step(activation: Any, activation_limit: Any, config: Any) -> None:
     """Checks what says how experts compute, and not on what."""
     require_choice("activation", activation, ACTIVATIONS)
-    _check_activation_limit(activation_limit)
+    check_activation_limit("activation_limit", activation_limit)
     if not isinstance(config, MoKConfig):
         raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")
 
 
-def _check_activation_limit(limit: Any) -> None:
+def check_activation_limit(name: str, limit: Any) -> None:
+    """Checks a clamp of gate and up."""
     if limit is None:
         return
     if isinstance(limit, bool | jax.Array) or not isinstance(limit, numbers.Real):
-        raise TypeError(
-            f"activation_limit is {limit!r}; it must be None or a Python number, known while tracing, such as 7.0"
-        )
+        raise TypeError(f"{name} is {limit!r}; it must be None or a Python number, known while tracing, such as 7.0")
     if not float(limit) > 0:
-        raise ValueError(f"activation_limit is {limit!r}; it must be None or a positive number, such as 7.0")
+        raise ValueError(f"{name} is {limit!r}; it must be None or a positive number, such as 7.0")
 
 
 def _check_axis_name(axis_name) -> None:

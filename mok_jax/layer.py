@@ -21,13 +21,16 @@ from jax.typing import DTypeLike
 
 import mok_jax
 from mok_jax import checks, routing, sharding, splitting
-from mok_jax.activation import Activation, swiglu
+from mok_jax.activation import Activation, activate
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig, require_choice
 from mok_jax.reference import accumulator_dtype
 
 GATES = ("gate", "shared_gate")
-"""Parameters that are a module's ``kernel``; all others are the layer's own."""
+"""Parameters that are a module's ``kernel``; all others but ``GATE_BIAS`` are the layer's own."""
+
+GATE_BIAS = "gate_bias"
+"""The parameter that is the ``bias`` of the module ``gate``."""
 
 
 @flax.struct.dataclass
@@ -64,6 +67,7 @@ class Weights(NamedTuple):
     shared_wi_1: jax.Array | None = None
     shared_wo: jax.Array | None = None
     shared_gate: jax.Array | None = None
+    gate_bias: jax.Array | None = None
     expert_bias: jax.Array | None = None
 
 
@@ -87,11 +91,15 @@ class Settings:
 
     Parameters: ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``; with biases also ``wi_0_bias,
     wi_1_bias [E, I]``, ``wo_bias [E, H]``; with shared experts, side by side in matrices of width ``S``, ``shared_wi_0,
-    shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``.
+    shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``; with a router's bias also
+    ``gate/bias [E]``.
+
+    The router's bias is part of its logits, ``x @ gate/kernel + gate/bias``: of choice, weights and losses. It is
+    trained, unlike ``expert_bias``, which only steers the choice.
 
     Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
     ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation`` and
-    ``activation_limit`` are not for them.
+    ``activation_limit`` are not for them, but ``shared_activation_limit`` is.
 
     Where the mesh does not divide ``E``, the first dimension of the experts' weights (and biases) is
     ``padded_experts``, with zeros in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can
@@ -119,6 +127,10 @@ class Settings:
       group_topk: groups that a token may choose from.
       norm_topk_prob: scale a token's ``K`` weights to sum to 1.
       routed_scaling_factor: multiplies the weights after that.
+      apply_router_weight_on_input: multiply what goes into a token's expert by its weight, instead of what comes out
+        (Llama-4): ``sum_k f_e(w[k] * x)`` with ``e = ids[k]``. The product is rounded to ``dtype``. For the kernels
+        every slot is then a token with one expert, so ``x`` takes ``K`` times the room in them.
+      router_bias: whether the router's logits have a bias (gpt-oss).
       expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no.
       expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
       aux_loss_coeff: factor of the load-balancing loss.
@@ -126,7 +138,9 @@ class Settings:
       z_loss_coeff: factor of the router z-loss.
       num_shared_experts: experts that every token goes to.
       shared_intermediate_size: width of one shared expert; ``None`` takes ``intermediate_size``.
-      shared_expert_gate: multiply what shared experts give by a sigmoid gate (Qwen3.5).
+      shared_expert_gate: multiply what shared experts give by a sigmoid gate (Qwen2-MoE, Qwen3.5).
+      shared_activation_limit: clamp gate and up of the shared experts as ``activation_limit`` does in the others
+        (DeepSeek-V4, with the same limit).
       use_bias: whether the routed experts' products have biases (gpt-oss).
       activation: of the experts, see :func:`mok_jax.moe`.
       activation_limit: of the experts, see :func:`mok_jax.moe`.
@@ -142,7 +156,7 @@ class Settings:
         hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
         has no such axis, or axes of several types.
       TypeError: ``expert_bias`` is no bool, ``dtype`` or ``param_dtype`` neither bfloat16 nor float32,
-        ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
+        ``activation_limit`` or ``shared_activation_limit`` no number, or ``config`` no ``MoKConfig``.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -160,6 +174,8 @@ class Settings:
     group_topk: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    apply_router_weight_on_input: bool = False
+    router_bias: bool = False
     expert_bias: bool | None = None
     expert_bias_update_rate: float = 0.001
     aux_loss_coeff: float = 0.0
@@ -168,6 +184,7 @@ class Settings:
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    shared_activation_limit: float | None = None
     use_bias: bool = False
     activation: Activation = "swiglu"
     activation_limit: float | None = None
@@ -192,6 +209,8 @@ class Settings:
             self._refuse_without_shared_experts(f"shared_intermediate_size={self.shared_intermediate_size}")
         if self.num_shared_experts < 1 and self.shared_expert_gate:
             self._refuse_without_shared_experts("shared_expert_gate=True")
+        if self.num_shared_experts < 1 and self.shared_activation_limit is not None:
+            self._refuse_without_shared_experts(f"shared_activation_limit={self.shared_activation_limit}")
         if self.expert_bias is not None and not isinstance(self.expert_bias, bool):
             raise TypeError(
                 f"expert_bias is {self.expert_bias!r}; it must be True, False or None. "
@@ -204,6 +223,7 @@ class Settings:
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)
         checks.check_expert_step(self.activation, self.activation_limit, self.config or MoKConfig())
+        checks.check_activation_limit("shared_activation_limit", self.shared_activation_limit)
         if self.implementation is not None:
             require_choice("implementation", self.implementation, get_args(Implementation))
         if self.mesh is not None and len(set(self.mesh.axis_types)) > 1:
@@ -264,6 +284,8 @@ class Settings:
                 "wi_1_bias": Parameter((experts, inner), ("exp", "mlp"), zeros),
                 "wo_bias": Parameter((experts, hidden), ("exp", "embed"), zeros),
             }
+        if self.router_bias:
+            table[GATE_BIAS] = Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
         return table
 
     def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -289,7 +311,13 @@ class Settings:
         return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
 
 
-def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
+def forward(
+    settings: Settings,
+    weights: Weights,
+    x: jax.Array,
+    token_mask: jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
+) -> MoEOutput:
     """Routes every token to its experts and sums their outputs.
 
     Tokens are split over all axes of the mesh, whatever axes they come replicated over. The output lies along the mesh
@@ -302,13 +330,17 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
       x: ``[..., H]``, any number of leading dimensions and any sharding over the layer's mesh, or not yet on a device.
       token_mask: bool ``[...]``, ``True`` for real tokens. Padding is excluded from routing, losses and load,
         whatever is in its rows of ``x``; its output and its gradient are 0.
+      expert_ids: int32 ``[..., K]``, each token's experts, where the router is not to choose them: hash routing is
+        ``table[token]``. Their weights stay the router's; weights, losses and load are as if it had chosen so. An id of
+        -1 is no expert and counts in nothing; any other outside ``[0, E)`` makes its token's output NaN.
 
     Returns:
       A :class:`MoEOutput`.
 
     Raises:
-      ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` another shape than the tokens, or the
-        layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
+      ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` or ``expert_ids`` another shape than the
+        tokens, or the layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
+      TypeError: ``expert_ids`` is not int32.
 
     Example:
       >>> settings = Settings(8, 16, num_experts=4, num_experts_per_tok=2)
@@ -320,15 +352,16 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
         raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={settings.hidden_size}].")
     if token_mask is not None and token_mask.shape != x.shape[:-1]:
         raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
+    routing.check_expert_ids(expert_ids, x.shape[:-1], settings.num_experts_per_tok)
     splitting.check_types(array for array in (x, *weights) if isinstance(array, jax.Array))
-    out = _compiled(settings, weights, x, token_mask)
+    out = _compiled(settings, weights, x, token_mask, expert_ids)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
         out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
     return out
 
 
-@functools.partial(jax.jit, static_argnames="settings", inline=True)
-def _compiled(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _compiled(settings: Settings, weights: Weights, x: jax.Array, token_mask, expert_ids) -> MoEOutput:
     """One program where the layer is called eagerly, compiled once; part of the caller's where it is traced."""
     compute = functools.partial(_forward, settings)
     explicit = splitting.explicit_axes(settings.mesh)
@@ -344,15 +377,18 @@ def _compiled(settings: Settings, weights: Weights, x: jax.Array, token_mask: ja
             expert_bias_update=None if weights.expert_bias is None else whole,
         )
         compute = jax.sharding.auto_axes(compute, axes=explicit, out_sharding=specs)
-    return compute(weights, x, token_mask)
+    return compute(weights, x, token_mask, expert_ids)
 
 
-def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:
+def _forward(
+    settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None, expert_ids: jax.Array | None
+) -> MoEOutput:
     mask = None if token_mask is None else token_mask.reshape(-1)
     # Zeroed before the router: NaN in padding would reach the gradient of its kernel as NaN * 0.
     tokens = routing.mask_rows(x.reshape(-1, settings.hidden_size), mask)
-    logits = _router_logits(tokens, weights.gate)
-    routed = _route(settings, logits, mask, weights.expert_bias)
+    logits = _router_logits(tokens, weights.gate, weights.gate_bias)
+    given_ids = None if expert_ids is None else expert_ids.reshape(-1, settings.num_experts_per_tok)
+    routed = _route(settings, logits, mask, given_ids, weights.expert_bias)
     tokens = tokens.astype(settings.dtype or x.dtype)
     output = _experts(settings, weights, tokens, routed)
     wide = accumulator_dtype(tokens.dtype)
@@ -373,10 +409,10 @@ def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax
     )
 
 
-def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.Routing:
+def _route(settings: Settings, logits: jax.Array, mask, expert_ids, expert_bias) -> routing.Routing:
     """Each token's experts, chosen by the device that has the token."""
 
-    def choose(logits, mask, expert_bias):
+    def choose(logits, mask, expert_ids, expert_bias):
         return routing.top_k_routing(
             logits,
             settings.num_experts_per_tok,
@@ -388,10 +424,11 @@ def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.
             expert_bias=expert_bias,
             num_groups=settings.num_groups,
             group_topk=settings.group_topk,
+            expert_ids=expert_ids,
         )
 
     # Said here: of a top_k over the batch, XLA's partitioner gathers everybody's scores on every device.
-    return splitting.map_shares(settings.split(), choose, (logits, mask), (expert_bias,), P())
+    return splitting.map_shares(settings.split(), choose, (logits, mask, expert_ids), (expert_bias,), P())
 
 
 def _scaled(coefficient: float, loss: Callable[[], jax.Array]) -> jax.Array:
@@ -412,14 +449,15 @@ def _load_balance_loss(settings: Settings, routed: routing.Routing, mask, leadin
 
 
 def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> jax.Array:
-    """``(silu(x @ wi_0) * (x @ wi_1)) @ wo``, gated, over all axes of the mesh: ``[N, H]``, not yet rounded."""
+    """``(silu(x @ wi_0) * (x @ wi_1)) @ wo``, clamped and gated, over all axes of the mesh: ``[N, H]``, not rounded."""
     rows = splitting.share(settings.split(), tokens)
 
     def wide(lhs, weight):
         return jnp.dot(lhs, weight.astype(lhs.dtype), preferred_element_type=accumulator_dtype(lhs.dtype))
 
-    hidden = swiglu(wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1)).astype(tokens.dtype)
-    output = wide(hidden, weights.shared_wo)
+    gate, up = wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1)
+    hidden = activate("swiglu", gate, up, settings.shared_activation_limit)
+    output = wide(hidden.astype(tokens.dtype), weights.shared_wo)
     if weights.shared_gate is not None:
         output *= jax.nn.sigmoid(_router_logits(rows, weights.shared_gate))
     return output[: tokens.shape[0]]
@@ -443,6 +481,8 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
         # Rematerialised, so that weights with a row more are not kept from the forward to the backward.
         step = jax.checkpoint(functools.partial(_with_first_biases, step), policy=mok_jax.remat_policy)
         experts += [weights.wi_0_bias, weights.wi_1_bias]
+    if settings.apply_router_weight_on_input:
+        step = functools.partial(_with_weighted_inputs, step)
     rows = tokens, routed.expert_ids, routed.expert_weights
     return splitting.map_shares(split, step, rows, experts, P(settings.expert_axis))
 
@@ -466,17 +506,30 @@ def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, 
     return output[:, : tokens.shape[1]]
 
 
+def _with_weighted_inputs(moe, tokens, expert_ids, expert_weights, *experts) -> jax.Array:
+    """``sum_k f(w[t, k] * x[t])`` in place of ``sum_k w[t, k] * f(x[t])``, ``f`` being expert ``ids[t, k]``."""
+    wide = accumulator_dtype(tokens.dtype)
+    slots = tokens.astype(wide)[:, None, :] * expert_weights.astype(wide)[:, :, None]
+    ids, ones = expert_ids.reshape(-1, 1), jnp.ones((expert_ids.size, 1), expert_weights.dtype)
+    outputs = moe(slots.reshape(-1, slots.shape[-1]).astype(tokens.dtype), ids, ones, *experts)
+    return outputs.reshape(slots.shape).astype(wide).sum(axis=1).astype(tokens.dtype)
+
+
 def _last_bias(settings: Settings, wo_bias: jax.Array, routed: routing.Routing) -> jax.Array:
-    """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``."""
+    """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``; without ``w`` where that is on the experts' inputs."""
+    weights = routed.expert_weights
+    if settings.apply_router_weight_on_input:
+        weights = jnp.ones_like(weights)
     # As a product, not a gather, whose gradient would be a scatter-add: those add in any order on a GPU.
     chosen = jax.nn.one_hot(routed.expert_ids, wo_bias.shape[0], dtype=bool)
-    dense = jnp.sum(jnp.where(chosen, routed.expert_weights[..., None], 0), axis=1)
+    dense = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
     rows = splitting.share(settings.split(), dense)
     output = jnp.dot(rows, wo_bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     return output[: dense.shape[0]]
 
 
-def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
-    """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype."""
+def _router_logits(tokens: jax.Array, gate: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype; with ``bias [E]``, if any."""
     # HIGHEST: a GPU's default for f32 is TF32, whose error is enough to choose other experts.
-    return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    logits = jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return logits if bias is None else logits + bias.astype(jnp.float32)[None]

@@ -17,7 +17,7 @@ from mok_jax import sharding, splitting
 from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
-from mok_jax.layer import GATES, MoEOutput, Parameter, Settings, Weights, forward
+from mok_jax.layer import GATE_BIAS, GATES, MoEOutput, Parameter, Settings, Weights, forward
 
 __all__ = ["STATE", "Gate", "MoE", "MoEOutput"]
 
@@ -26,14 +26,16 @@ STATE = "moe_state"
 
 
 class Gate(nn.Module):
-    """Holds the matrix of a router, ``kernel [H, E]``, or of the shared experts' gate, ``kernel [H, 1]``."""
+    """Holds a router's ``kernel [H, E]`` and perhaps ``bias [E]``, or the shared experts' gate, ``kernel [H, 1]``."""
 
     settings: Settings
     parameter: Parameter
+    bias: Parameter | None = None
 
     @nn.compact
-    def __call__(self) -> jax.Array:
-        return _param(self, "kernel", self.parameter, self.settings)
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+        kernel = _param(self, "kernel", self.parameter, self.settings)
+        return kernel, None if self.bias is None else _param(self, "bias", self.bias, self.settings)
 
 
 class MoE(nn.Module):
@@ -69,6 +71,8 @@ class MoE(nn.Module):
     group_topk: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    apply_router_weight_on_input: bool = False
+    router_bias: bool = False
     expert_bias: bool | None = None
     expert_bias_update_rate: float = 0.001
     aux_loss_coeff: float = 0.0
@@ -77,6 +81,7 @@ class MoE(nn.Module):
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    shared_activation_limit: float | None = None
     use_bias: bool = False
     activation: Activation = "swiglu"
     activation_limit: float | None = None
@@ -98,32 +103,41 @@ class MoE(nn.Module):
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
     @nn.compact
-    def __call__(self, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
+    def __call__(
+        self, x: jax.Array, token_mask: jax.Array | None = None, expert_ids: jax.Array | None = None
+    ) -> MoEOutput:
         """Routes every token to its experts and sums their outputs: :func:`mok_jax.layer.forward`.
 
         Args:
           x: ``[..., H]``, any number of leading dimensions and any sharding.
           token_mask: bool ``[...]``, ``True`` for real tokens; ``None`` when all are.
+          expert_ids: int32 ``[..., K]``, each token's experts, instead of the router's choice.
 
         Returns:
           A :class:`MoEOutput`.
 
         Raises:
-          ValueError: as :func:`mok_jax.layer.forward`.
+          ValueError, TypeError: as :func:`mok_jax.layer.forward`.
         """
         settings = self.settings
         splitting.check_has_devices(settings.mesh)
-        arrays = {
-            name: Gate(settings, parameter, name=name)() if name in GATES else _param(self, name, parameter, settings)
-            for name, parameter in settings.parameters().items()
-        }
+        arrays: dict[str, Any] = {}
+        parameters = settings.parameters()
+        gate_bias = parameters.pop(GATE_BIAS, None)
+        for name, parameter in parameters.items():
+            if name == "gate":
+                arrays[name], arrays[GATE_BIAS] = Gate(settings, parameter, gate_bias, name=name)()
+            elif name in GATES:
+                arrays[name], _ = Gate(settings, parameter, name=name)()
+            else:
+                arrays[name] = _param(self, name, parameter, settings)
         if settings.expert_bias:
             bias = settings.expert_bias_parameter()
             init = _sharded(bias, settings)
             arrays["expert_bias"] = self.variable(STATE, "expert_bias", init, None, bias.shape, jnp.float32).value
         if self.is_initializing():
             settings = dataclasses.replace(settings, implementation="reference")
-        out = forward(settings, Weights(**arrays), x, token_mask)
+        out = forward(settings, Weights(**arrays), x, token_mask, expert_ids)
         for name in ("aux_loss", "z_loss", "expert_load", "expert_bias_update"):
             self.sow("intermediates", name, getattr(out, name))
         return out

@@ -17,7 +17,7 @@ from mok_jax import sharding, splitting
 from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
-from mok_jax.layer import GATES, MoEOutput, Settings, Weights, forward
+from mok_jax.layer import GATE_BIAS, GATES, MoEOutput, Settings, Weights, forward
 
 __all__ = ["ExpertBias", "Gate", "MoE", "MoEOutput"]
 
@@ -27,7 +27,9 @@ class ExpertBias(nnx.Variable):
 
 
 class Gate(nnx.Module):
-    """Holds the matrix of a router, ``kernel [H, E]``, or of the shared experts' gate, ``kernel [H, 1]``."""
+    """Holds a router's ``kernel [H, E]`` and perhaps ``bias [E]``, or the shared experts' gate, ``kernel [H, 1]``."""
+
+    bias: nnx.Param
 
     def __init__(self, kernel: nnx.Param):
         self.kernel = kernel
@@ -79,6 +81,8 @@ class MoE(nnx.Module):
         group_topk: int = 1,
         norm_topk_prob: bool = True,
         routed_scaling_factor: float = 1.0,
+        apply_router_weight_on_input: bool = False,
+        router_bias: bool = False,
         expert_bias: bool | None = None,
         expert_bias_update_rate: float = 0.001,
         aux_loss_coeff: float = 0.0,
@@ -87,6 +91,7 @@ class MoE(nnx.Module):
         num_shared_experts: int = 0,
         shared_intermediate_size: int | None = None,
         shared_expert_gate: bool = False,
+        shared_activation_limit: float | None = None,
         use_bias: bool = False,
         activation: Activation = "swiglu",
         activation_limit: float | None = None,
@@ -117,6 +122,8 @@ class MoE(nnx.Module):
             group_topk=group_topk,
             norm_topk_prob=norm_topk_prob,
             routed_scaling_factor=routed_scaling_factor,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            router_bias=router_bias,
             expert_bias=expert_bias,
             expert_bias_update_rate=expert_bias_update_rate,
             aux_loss_coeff=aux_loss_coeff,
@@ -125,6 +132,7 @@ class MoE(nnx.Module):
             num_shared_experts=num_shared_experts,
             shared_intermediate_size=shared_intermediate_size,
             shared_expert_gate=shared_expert_gate,
+            shared_activation_limit=shared_activation_limit,
             use_bias=use_bias,
             activation=activation,
             activation_limit=activation_limit,
@@ -142,27 +150,35 @@ class MoE(nnx.Module):
             metadata = {"mesh": mesh, "sharding_rules": self.settings.axis_rules()}
         for name, (shape, axes, init) in self.settings.parameters().items():
             param = nnx.Param(init(rngs.params(), shape, param_dtype), out_sharding=axes, **metadata)
-            setattr(self, name, Gate(param) if name in GATES else param)
+            if name == GATE_BIAS:
+                self.gate.bias = param
+            else:
+                setattr(self, name, Gate(param) if name in GATES else param)
         shape, axes, init = self.settings.expert_bias_parameter()
         bias = ExpertBias(init(None, shape, jnp.float32), out_sharding=axes, **metadata) if expert_bias else None
         self.expert_bias = bias
 
-    def __call__(self, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
+    def __call__(
+        self, x: jax.Array, token_mask: jax.Array | None = None, expert_ids: jax.Array | None = None
+    ) -> MoEOutput:
         """Routes every token to its experts and sums their outputs: :func:`mok_jax.layer.forward`.
 
         Args:
           x: ``[..., H]``, any number of leading dimensions and any sharding.
           token_mask: bool ``[...]``, ``True`` for real tokens; ``None`` when all are.
+          expert_ids: int32 ``[..., K]``, each token's experts, instead of the router's choice.
 
         Returns:
           A :class:`MoEOutput`.
 
         Raises:
-          ValueError: as :func:`mok_jax.layer.forward`.
+          ValueError, TypeError: as :func:`mok_jax.layer.forward`.
         """
-        arrays = {name: getattr(self, name) for name in self.settings.parameters()}
+        arrays = {name: getattr(self, name) for name in self.settings.parameters() if name != GATE_BIAS}
         arrays |= {name: arrays[name].kernel for name in GATES if name in arrays}
+        if self.settings.router_bias:
+            arrays[GATE_BIAS] = self.gate.bias
         if self.expert_bias is not None:
             arrays["expert_bias"] = self.expert_bias
         weights = Weights(**{name: variable[...] for name, variable in arrays.items()})
-        return forward(self.settings, weights, x, token_mask)
+        return forward(self.settings, weights, x, token_mask, expert_ids)

@@ -284,7 +284,7 @@ def _count_bytes(request: Request, layer: Layer, mesh: GpuMesh) -> tuple[megaker
     weight_grads, backward_ring = backward[:3], backward[3:-1]
     kept = megakernel.what_is_kept(call, pre_activations, rows)
 
-    router = hidden * layer.num_experts
+    router = (hidden + layer.router_bias) * layer.num_experts
     parameters = router + 2 * math.prod(wi.shape) + math.prod(wo.shape)
     inputs = [(x.shape, x.dtype), (expert_weights.shape, np.int32), (expert_weights.shape, np.float32)]
     return call, GpuBytes(

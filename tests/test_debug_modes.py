@@ -57,6 +57,8 @@ LAYER = {
     "z_loss_coeff": 0.1,
     "num_shared_experts": 1,
     "shared_expert_gate": True,
+    "shared_activation_limit": 7.0,
+    "router_bias": True,
     "use_bias": True,
     "activation": "gpt_oss",
     "activation_limit": 7.0,

@@ -55,28 +55,30 @@ def test_same_arguments_as_nnx():
 
 
 def test_same_bits_as_nnx():
-    """With everything that a layer can have, padded experts over a mesh included."""
+    """With everything that a layer can have, padded experts over a mesh included, and with its experts given."""
     mesh = make_mesh(devices=jax.devices("cpu")[:8])
     layer = make_full_layer(mesh, implementation="megakernel", num_experts=12, use_bias=True)
     linen, variables = twin(layer)
     x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False)
+    given = jnp.arange(3 * 7 * K, dtype=jnp.int32).reshape(3, 7, K) % 12
 
     def loss(out):
         return jnp.sum(jnp.sin(out.output)) + out.aux_loss + out.z_loss, out
 
     @jax.jit
-    def linen_step(variables, x):
-        return jax.grad(lambda p, x: loss(linen.apply(variables | {"params": p}, x, mask)), (0, 1), has_aux=True)(
+    def linen_step(variables, x, ids):
+        return jax.grad(lambda p, x: loss(linen.apply(variables | {"params": p}, x, mask, ids)), (0, 1), has_aux=True)(
             variables["params"], x
         )
 
     @nnx.jit
-    def nnx_step(layer, x):
-        return nnx.grad(lambda layer, x: loss(layer(x, mask)), argnums=(0, 1), has_aux=True)(layer, x)
+    def nnx_step(layer, x, ids):
+        return nnx.grad(lambda layer, x: loss(layer(x, mask, ids)), argnums=(0, 1), has_aux=True)(layer, x)
 
-    (params, dx), out = linen_step(variables, x)
-    (state, want_dx), want = nnx_step(layer, x)
-    jax.tree.map(np.testing.assert_array_equal, (params, dx, out), (nnx.to_pure_dict(state), want_dx, want))
+    for ids in None, given:
+        (params, dx), out = linen_step(variables, x, ids)
+        (state, want_dx), want = nnx_step(layer, x, ids)
+        jax.tree.map(np.testing.assert_array_equal, (params, dx, out), (nnx.to_pure_dict(state), want_dx, want))
 
 
 def test_parameters_are_sharded_and_named(mesh):

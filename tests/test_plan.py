@@ -43,7 +43,7 @@ def run_main(line):
 
 def fitting(model, **changes):
     """A request that is not refused, on one rack of 72."""
-    return Request(model=model, gpus=72, expert_parallelism=8 if model == "mixtral-8x7b" else 72, **changes)
+    return Request(model=model, gpus=72, expert_parallelism=72 if LAYERS[model].num_experts >= 72 else 8, **changes)
 
 
 def equations(jaxpr, name):
@@ -99,7 +99,8 @@ REQUESTS = [
 @pytest.mark.parametrize("asked", REQUESTS, ids=lambda r: f"{r.model}-{r.save}-{r.ring_rows}-{r.param_dtype}")
 def test_bytes_are_those_of_a_traced_step(asked):
     made = make_plan(asked)
-    sizes, router = made.bytes, LAYERS[asked.model].hidden_size * LAYERS[asked.model].num_experts
+    sizes, layer = made.bytes, LAYERS[asked.model]
+    router = (layer.hidden_size + layer.router_bias) * layer.num_experts
     router_bytes = router * np.dtype(asked.param_dtype).itemsize
     forward, backward = trace_step(asked)
 
