@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
+from flax.linen import logical_to_mesh_axes
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -276,13 +277,26 @@ class Settings:
         return Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def axis_rules(self) -> tuple[tuple[str, Any], ...]:
-        """From logical axes to axes of the mesh: the caller's rules where there are any, else the package's.
+        """From logical axes to axes of the mesh, in order of precedence.
 
-        Of several rules for one axis the last counts, as in Flax's own parameters with metadata.
+        These are the caller's (``flax.linen.logical_axis_rules``), then the package's for axes that no such rule names.
         """
-        assert self.mesh is not None
+        theirs = tuple(spmd.get_logical_axis_rules() or ())
+        if self.mesh is None:
+            return theirs
+        named = {name for name, _ in theirs}
         ours = sharding.logical_axis_rules(self.mesh, self.expert_axis)
-        return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
+        return theirs + tuple(rule for rule in ours if rule[0] not in named)
+
+    def partition_spec(self, axes: tuple[str | None, ...]) -> P:
+        """The axes of the mesh for a parameter's logical ``axes``, as Linen reads rules.
+
+        Of several rules for an axis the first counts whose mesh axes are still free in this parameter; where none is,
+        the dimension is whole.
+        """
+        spec = logical_to_mesh_axes(axes, self.axis_rules())
+        assert spec is not None
+        return spec
 
 
 def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:

@@ -98,12 +98,6 @@ def test_parameters_are_sharded_and_named(mesh):
     assert set(jax.eval_shape(make_layer().init, jax.random.key(0), make_input(1))) == {"params"}
 
 
-def test_the_callers_axis_rules_win(mesh):
-    with nn.logical_axis_rules((("embed", "data"),)):
-        variables = jax.jit(make_layer(mesh).init)(jax.random.key(0), make_input(8))
-    assert nn.unbox(variables)["params"]["wi_0"].sharding.spec == P("expert", "data", None)
-
-
 def test_initialisation_runs_the_reference(mesh):
     layer, key, x = make_layer(mesh), jax.random.key(0), make_input(8)
     assert "mok_forward" not in str(jax.make_jaxpr(layer.init)(key, x))

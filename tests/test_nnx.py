@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from compare import relative_l2
 from flax import nnx
-from flax.core import spmd
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_routing import ROUTERS, random_bias
@@ -315,14 +314,6 @@ def test_parameters_are_sharded_and_named(mesh):
     assert layer.wo.get_value().sharding.is_equivalent_to(NamedSharding(mesh, P("expert")), 3)
     assert layer.wi_0.get_value().addressable_shards[0].data.shape == (EXPERTS // 4, HIDDEN, 24)
     assert layer.gate.kernel.get_value().sharding.is_fully_replicated
-
-
-def test_the_callers_axis_rules_win(mesh):
-    with spmd.logical_axis_rules((("embed", "data"),)):
-        layer = make_layer(mesh)
-    assert layer.wi_0.get_value().sharding.spec == P("expert", "data", None)
-    x = make_input(8)
-    assert_same(forward(layer, x), forward(make_layer(), x))
 
 
 def test_every_device_routes_its_own_tokens(mesh):
