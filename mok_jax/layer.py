@@ -120,7 +120,8 @@ class Settings:
       group_topk: groups that a token may choose from.
       norm_topk_prob: scale a token's ``K`` weights to sum to 1.
       routed_scaling_factor: multiplies the weights after that.
-      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no.
+      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no. It
+        is made in f32, whatever ``param_dtype``, and computed with in f32, whatever it was cast to.
       expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
       aux_loss_coeff: factor of the load-balancing loss.
       seq_aux: take that loss of each sequence, the last of the leading dimensions of ``x``, instead of the batch.

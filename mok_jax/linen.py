@@ -47,7 +47,8 @@ class MoE(nn.Module):
     none for ``exp``, unless one for that stands before it: such weights are moved in every step.
 
     ``expert_bias [E]``, if asked for, is the one variable of the collection ``moe_state``: it starts at 0, has no
-    gradient, and a training step adds ``out.expert_bias_update`` to it.
+    gradient, and a training step adds ``out.expert_bias_update`` to it. The sum is f32 even if the state was cast to
+    bf16, where the update would be lost: do not cast it back.
 
     All of the output but ``output`` is also sown into ``intermediates``, for who cannot pass it through a model.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import spmd
 from jax.sharding import Mesh
@@ -24,7 +25,18 @@ __all__ = ["ExpertBias", "Gate", "MoE", "MoEOutput"]
 
 
 class ExpertBias(nnx.Variable):
-    """The type of :class:`MoE`'s ``expert_bias``, for filters: state that balancing moves, not the optimizer."""
+    """The type of :class:`MoE`'s ``expert_bias``, for filters: state that balancing moves, not the optimizer.
+
+    Casting a layer's whole state to bf16 casts the bias, too, which is good enough to infer with. The next update makes
+    it f32 again: 0.001 is less than the spacing of bf16 from 0.25 up, and would be lost there.
+    """
+
+    def set_value(self, value, **index) -> None:
+        """As ``nnx.Variable``, in f32 whatever the bias was cast to."""
+        bias = self.get_raw_value()
+        if isinstance(bias, jax.Array | np.ndarray):
+            self.set_raw_value(jnp.asarray(bias, jnp.float32))
+        super().set_value(value, **index)
 
 
 class Gate(nnx.Module):

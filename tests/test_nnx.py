@@ -238,6 +238,26 @@ def test_expert_bias_is_state_and_no_parameter(mesh):
     assert forward(make_layer(), make_input(3)).expert_bias_update is None
 
 
+@pytest.mark.parametrize("to_host", [False, True], ids=["arrays", "numpy"])
+def test_a_state_cast_to_bf16_still_balances(mesh, to_host):
+    """Inference takes the bias as it is, and the next update, which bf16 would lose, makes it f32."""
+    layer, x = make_layer(mesh, expert_bias=True), make_input(2, 16)
+    layer.expert_bias[...] = jnp.ones(EXPERTS)
+    state = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(layer))
+    nnx.update(layer, jax.device_get(state) if to_host else state)
+    out = forward(layer, x)
+    assert layer.expert_bias[...].dtype == jnp.bfloat16 and jnp.any(out.expert_bias_update != 0)
+
+    @nnx.jit
+    def step(layer, x):
+        layer.expert_bias[...] += layer(x).expert_bias_update
+
+    step(layer, x)
+    bias = layer.expert_bias[...]
+    assert bias.dtype == jnp.float32
+    np.testing.assert_array_equal(bias, 1 + out.expert_bias_update)
+
+
 def test_parameters_of_shared_experts():
     layer = nnx.eval_shape(lambda: make_full_layer(param_dtype=jnp.bfloat16))
     state = {"/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(layer))}
