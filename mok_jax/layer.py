@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
+from flax.linen import logical_to_mesh_axes
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -131,7 +132,8 @@ class Settings:
         (Llama-4): ``sum_k f_e(w[k] * x)`` with ``e = ids[k]``. The product is rounded to ``dtype``. For the kernels
         every slot is then a token with one expert, so ``x`` takes ``K`` times the room in them.
       router_bias: whether the router's logits have a bias (gpt-oss).
-      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no.
+      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no. It
+        is made in f32, whatever ``param_dtype``, and computed with in f32, whatever it was cast to.
       expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
       aux_loss_coeff: factor of the load-balancing loss.
       seq_aux: take that loss of each sequence, the last of the leading dimensions of ``x``, instead of the batch.
@@ -302,13 +304,26 @@ class Settings:
         return Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def axis_rules(self) -> tuple[tuple[str, Any], ...]:
-        """From logical axes to axes of the mesh: the caller's rules where there are any, else the package's.
+        """From logical axes to axes of the mesh, in order of precedence.
 
-        Of several rules for one axis the last counts, as in Flax's own parameters with metadata.
+        These are the caller's (``flax.linen.logical_axis_rules``), then the package's for axes that no such rule names.
         """
-        assert self.mesh is not None
+        theirs = tuple(spmd.get_logical_axis_rules() or ())
+        if self.mesh is None:
+            return theirs
+        named = {name for name, _ in theirs}
         ours = sharding.logical_axis_rules(self.mesh, self.expert_axis)
-        return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
+        return theirs + tuple(rule for rule in ours if rule[0] not in named)
+
+    def partition_spec(self, axes: tuple[str | None, ...]) -> P:
+        """The axes of the mesh for a parameter's logical ``axes``, as Linen reads rules.
+
+        Of several rules for an axis the first counts whose mesh axes are still free in this parameter; where none is,
+        the dimension is whole.
+        """
+        spec = logical_to_mesh_axes(axes, self.axis_rules())
+        assert spec is not None
+        return spec
 
 
 def forward(

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core.spmd import shard_value
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from mok_jax import sharding, splitting
@@ -41,13 +40,18 @@ class Gate(nn.Module):
 class MoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer.
 
-    Arguments, parameters and what is refused: :class:`mok_jax.layer.Settings`, which is ``layer.settings``. Parameters
-    are boxed with the logical axes ``exp``, ``embed``, ``mlp``. With a mesh they are created sharded by
-    :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``nn.logical_axis_rules``) do not say
-    otherwise. Initialisation runs the reference implementation.
+    Arguments, parameters and what is refused: :class:`mok_jax.layer.Settings`, which is ``layer.settings``.
+    Initialisation runs the reference implementation.
+
+    Parameters are boxed with the logical axes ``exp``, ``embed``, ``mlp``, as by ``nn.with_logical_partitioning``: what
+    is made on one mesh can be used on any other, or none. With a mesh they are created along what
+    ``nn.logical_to_mesh_axes`` says for the caller's rules (``nn.logical_axis_rules``), where these do not name an axis
+    by :func:`mok_jax.sharding.logical_axis_rules`. A rule that takes the expert axis for ``embed`` or ``mlp`` leaves
+    none for ``exp``, unless one for that stands before it: such weights are moved in every step.
 
     ``expert_bias [E]``, if asked for, is the one variable of the collection ``moe_state``: it starts at 0, has no
-    gradient, and a training step adds ``out.expert_bias_update`` to it.
+    gradient, and a training step adds ``out.expert_bias_update`` to it. The sum is f32 even if the state was cast to
+    bf16, where the update would be lost: do not cast it back.
 
     All of the output but ``output`` is also sown into ``intermediates``, for who cannot pass it through a model.
 
@@ -144,18 +148,17 @@ class MoE(nn.Module):
 
 
 def _param(module: nn.Module, name: str, parameter: Parameter, settings: Settings):
-    """The parameter, sharded where there is a mesh, and boxed with its logical axes."""
-    along: dict[str, Any] = {}
-    if settings.mesh is not None and settings.mesh.are_all_axes_auto:
-        # Such a box constrains its value when it is opened. Of an explicit mesh, an array's type says as much.
-        along = {"mesh": settings.mesh, "rules": settings.axis_rules()}
-    init = nn.with_logical_partitioning(_sharded(parameter, settings), parameter.axes, **along)
-    return module.param(name, init, parameter.shape, settings.param_dtype)
+    """The parameter, sharded where there is a mesh, and boxed with its logical axes alone: it can go to any mesh."""
+    init = nn.with_logical_partitioning(_sharded(parameter, settings), parameter.axes)
+    # Under a global mesh Flax opens a box along the caller's rules; without one for "exp" that would gather experts.
+    with nn.logical_axis_rules(settings.axis_rules() if nn.get_logical_axis_rules() else ()):
+        return module.param(name, init, parameter.shape, settings.param_dtype)
 
 
 def _sharded(parameter: Parameter, settings: Settings):
     """The parameter's ``init``, with a result that lies along the mesh if there is one."""
     if settings.mesh is None:
         return parameter.init
-    rules = settings.axis_rules()
-    return lambda *arguments: shard_value(parameter.init(*arguments), parameter.axes, rules, settings.mesh)
+    place = jax.lax.with_sharding_constraint if settings.mesh.are_all_axes_auto else jax.sharding.reshard
+    along = NamedSharding(settings.mesh, settings.partition_spec(parameter.axes))
+    return lambda *arguments: place(parameter.init(*arguments), along)

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from flax.core import spmd
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -23,7 +25,18 @@ __all__ = ["ExpertBias", "Gate", "MoE", "MoEOutput"]
 
 
 class ExpertBias(nnx.Variable):
-    """The type of :class:`MoE`'s ``expert_bias``, for filters: state that balancing moves, not the optimizer."""
+    """The type of :class:`MoE`'s ``expert_bias``, for filters: state that balancing moves, not the optimizer.
+
+    Casting a layer's whole state to bf16 casts the bias, too, which is good enough to infer with. The next update makes
+    it f32 again: 0.001 is less than the spacing of bf16 from 0.25 up, and would be lost there.
+    """
+
+    def set_value(self, value, **index) -> None:
+        """As ``nnx.Variable``, in f32 whatever the bias was cast to."""
+        bias = self.get_raw_value()
+        if isinstance(bias, jax.Array | np.ndarray):
+            self.set_raw_value(jnp.asarray(bias, jnp.float32))
+        super().set_value(value, **index)
 
 
 class Gate(nnx.Module):
@@ -38,13 +51,16 @@ class Gate(nnx.Module):
 class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
 
-    Arguments, parameters and what is refused: :class:`mok_jax.layer.Settings`, which is ``layer.settings``. Parameters
-    are ``nnx.Param`` with the logical axes ``exp``, ``embed``, ``mlp``. With a mesh they are created sharded by
-    :func:`mok_jax.sharding.logical_axis_rules`, where the caller's rules (``flax.core.spmd.logical_axis_rules``) do not
-    say otherwise.
+    Arguments, parameters and what is refused: :class:`mok_jax.layer.Settings`, which is ``layer.settings``.
 
-    Eagerly, each weight is made whole on one device before it is split: make large models under ``nnx.jit``. An
-    ``nnx.Optimizer`` is made under the same rules as the layer.
+    Parameters are ``nnx.Param`` with the logical axes ``exp``, ``embed``, ``mlp``. With a mesh they, and the state of
+    an ``nnx.Optimizer`` made under the same rules, are created along it as those of :class:`mok_jax.linen.MoE` are. The
+    caller's rules (``flax.core.spmd.logical_axis_rules``) are read as Linen reads them: of several for an axis, NNX by
+    itself takes the last, free or not. Eagerly, each weight is made whole on one device before it is split: make large
+    models under ``nnx.jit``.
+
+    Parameters hold the layer's mesh. Load those of a layer on another mesh by value,
+    ``nnx.update(layer, nnx.to_pure_dict(state))``: with variables, Flax would take their mesh, too.
 
     ``expert_bias [E]``, if asked for, is an :class:`ExpertBias` and no ``nnx.Param``: it starts at 0, has no gradient,
     and a training step ends with ``layer.expert_bias[...] += out.expert_bias_update``.
@@ -144,18 +160,14 @@ class MoE(nnx.Module):
             implementation=implementation,
         )
         splitting.check_has_devices(mesh)
-        # Without a mesh, axis names stay on the parameter for whoever shards it later.
-        metadata: dict[str, Any] = {"eager_sharding": False}
-        if mesh is not None:
-            metadata = {"mesh": mesh, "sharding_rules": self.settings.axis_rules()}
         for name, (shape, axes, init) in self.settings.parameters().items():
-            param = nnx.Param(init(rngs.params(), shape, param_dtype), out_sharding=axes, **metadata)
+            param = nnx.Param(init(rngs.params(), shape, param_dtype), **_metadata(self.settings, axes))
             if name == GATE_BIAS:
                 self.gate.bias = param
             else:
                 setattr(self, name, Gate(param) if name in GATES else param)
         shape, axes, init = self.settings.expert_bias_parameter()
-        bias = ExpertBias(init(None, shape, jnp.float32), out_sharding=axes, **metadata) if expert_bias else None
+        bias = ExpertBias(init(None, shape, jnp.float32), **_metadata(self.settings, axes)) if expert_bias else None
         self.expert_bias = bias
 
     def __call__(
@@ -182,3 +194,18 @@ class MoE(nnx.Module):
             arrays["expert_bias"] = self.expert_bias
         weights = Weights(**{name: variable[...] for name, variable in arrays.items()})
         return forward(self.settings, weights, x, token_mask, expert_ids)
+
+
+def _metadata(settings: Settings, axes: tuple[str | None, ...]) -> dict[str, Any]:
+    """What shards a parameter, and an optimizer's state of it, along ``settings.partition_spec(axes)``."""
+    if settings.mesh is None:
+        # Axis names stay on the parameter for whoever shards it later.
+        return {"out_sharding": axes, "eager_sharding": False}
+    spec = settings.partition_spec(axes)
+    # NNX takes the last of the caller's rules for a name, and refuses another of ours. Where that is not what the name
+    # stands for here, the mesh axis is in its place: as a tuple, which no rule is for.
+    last = dict(spmd.get_logical_axis_rules() or ())
+    rules = {name: axis for name, axis in zip(axes, spec, strict=True) if name and last.get(name, axis) == axis}
+    mesh_axes = ((axis,) if isinstance(axis, str) else axis for axis in spec)
+    names = tuple(name if name in rules else axis for name, axis in zip(axes, mesh_axes, strict=True))
+    return {"out_sharding": names, "mesh": settings.mesh, "sharding_rules": tuple(rules.items())}

@@ -118,6 +118,20 @@ def test_inside_a_shard_map(axes, want):
     assert relative_l2(jax.jit(step)(params), want) < 1e-5
 
 
+def test_linen_inside_a_shard_map():
+    mesh, x = make_mesh("stage", "expert"), make_input()
+    plain, layer = linen.MoE(**LAYER), linen.MoE(**LAYER, mesh=mesh)
+    variables = plain.init(jax.random.key(0), x)
+    everywhere = jax.shard_map(
+        lambda variables, x: layer.apply(variables, x[0]).output[None],
+        mesh=mesh,
+        axis_names={"stage"},
+        in_specs=(P(), P("stage")),
+        out_specs=P("stage"),
+    )
+    assert relative_l2(jax.jit(everywhere)(variables, x), plain.apply(variables, x).output) < 1e-5
+
+
 def test_inside_a_shard_map_over_explicit_axes(want):
     mesh = make_mesh("stage", "expert", types=AxisType.Explicit)
     with jax.set_mesh(mesh):
