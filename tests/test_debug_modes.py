@@ -86,14 +86,14 @@ def make_function(implementation, mesh):
     return loss, (x.astype(jnp.bfloat16), *others)
 
 
-def make_nnx(mesh):
-    layer = MoE(**LAYER, mesh=mesh, rngs=nnx.Rngs(0))
+def make_nnx(mesh, **changes):
+    layer = MoE(**LAYER | changes, mesh=mesh, rngs=nnx.Rngs(0))
     graph, state, bias = nnx.split(layer, nnx.Param, ...)
     return total_of(lambda state, *inputs: nnx.merge(graph, state, bias)(*inputs), mesh), state
 
 
-def make_linen(mesh):
-    layer = linen.MoE(**LAYER, mesh=mesh)
+def make_linen(mesh, **changes):
+    layer = linen.MoE(**LAYER | changes, mesh=mesh)
     variables = nn.unbox(jax.jit(layer.init)(jax.random.key(0), jnp.ones((2, 3, HIDDEN))))
     state = {"moe_state": variables["moe_state"]}
     return total_of(lambda params, *inputs: layer.apply({"params": params, **state}, *inputs), mesh), variables[
@@ -125,11 +125,19 @@ FRONT_ENDS = {
 }
 
 
+# The megakernel, which has one activation there, in everything but the mesh.
+ON_A_GPU = {
+    "megakernel": FRONT_ENDS["megakernel"],
+    "nnx": functools.partial(make_nnx, activation="swiglu"),
+    "linen": functools.partial(make_linen, activation="swiglu"),
+}
+
+
 @functools.cache
-def problem(front_end, way):
+def problem(platform, front_end, way):
     """The loss, its arrays, and what comes out of it without any mode."""
-    mesh = make_mesh(devices=jax.devices("cpu")[:2]) if way == "mesh" else None
-    loss, arrays = FRONT_ENDS[front_end](mesh)
+    mesh = make_mesh(devices=jax.devices(platform)[:2]) if way == "mesh" else None
+    loss, arrays = (FRONT_ENDS if platform == "cpu" else ON_A_GPU)[front_end](mesh)
     return loss, arrays, jax.device_get(WAYS[way](loss, arrays))
 
 
@@ -139,12 +147,8 @@ def dirty_memory():
         jax.block_until_ready([jnp.full(size, 0xFFFF7F80 + i, jnp.uint32) for i in range(4)])
 
 
-CELLS = [cell for cell in itertools.product(MODES, FRONT_ENDS, WAYS) if cell not in NOT_EVEN_JAX]
-
-
-@pytest.mark.parametrize(("mode", "front_end", "way"), CELLS)
-def test_mode(mode, front_end, way):
-    loss, arrays, want = problem(front_end, way)
+def check_mode(mode, platform, front_end, way):
+    loss, arrays, want = problem(platform, front_end, way)
     dirty_memory()
     step = functools.partial(WAYS[way], loss)
     with MODES[mode]():
@@ -154,13 +158,39 @@ def test_mode(mode, front_end, way):
         assert got_leaf.dtype == want_leaf.dtype and relative_l2(got_leaf, want_leaf) < 1e-2
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_a_nan_is_found(front_end, way):
-    loss, arrays, _ = problem(front_end, way)
+def check_that_a_nan_is_found(platform, front_end, way):
+    loss, arrays, _ = problem(platform, front_end, way)
     first, *others = jax.tree.leaves(arrays)
     broken = jax.tree.unflatten(jax.tree.structure(arrays), [first.at[(1,) * first.ndim].set(jnp.nan), *others])
     # Searching a shard_map for the operation that made it, JAX calls itself until it must stop, of its own too.
     found = (FloatingPointError, RecursionError) if way == "mesh" else FloatingPointError
     with jax.debug_nans(True), pytest.raises(found):
         WAYS[way](loss, broken)
+
+
+@pytest.mark.parametrize(
+    ("mode", "front_end", "way"), [c for c in itertools.product(MODES, FRONT_ENDS, WAYS) if c not in NOT_EVEN_JAX]
+)
+def test_mode(mode, front_end, way):
+    check_mode(mode, "cpu", front_end, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_nan_is_found(front_end, way):
+    check_that_a_nan_is_found("cpu", front_end, way)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "mesh"])
+@pytest.mark.parametrize("front_end", ON_A_GPU)
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_on_a_gpu(mode, front_end, way):
+    check_mode(mode, "gpu", front_end, way)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "mesh"])
+@pytest.mark.parametrize("front_end", ON_A_GPU)
+def test_a_nan_is_found_on_a_gpu(front_end, way):
+    check_that_a_nan_is_found("gpu", front_end, way)
