@@ -8,6 +8,7 @@ What :mod:`mok_jax.nnx` and :mod:`mok_jax.linen` share, and all that they do apa
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -121,7 +122,8 @@ class Settings:
       routed_scaling_factor: multiplies the weights after that.
       expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no.
       expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
-      aux_loss_coeff: factor of the load-balancing loss.
+      aux_loss_coeff: factor of the load-balancing loss, a Python number, like all factors here. For a schedule give 1.0
+        and multiply ``out.aux_loss``.
       seq_aux: take that loss of each sequence, the last of the leading dimensions of ``x``, instead of the batch.
       z_loss_coeff: factor of the router z-loss.
       num_shared_experts: experts that every token goes to.
@@ -132,6 +134,11 @@ class Settings:
       activation_limit: of the experts, see :func:`mok_jax.moe`.
       dtype: what the experts compute and return; ``None`` takes the input's.
       param_dtype: of all parameters.
+      kernel_init: ``(key, shape, dtype) -> array`` of all kernels, the router's, the experts' and the shared experts';
+        ``None`` is LeCun normal. It makes one expert at a time, from a key and as a matrix ``[in, out]`` of its own, so
+        that initialisers which scale by the fan see that of an expert; padding stays zero. An array is expected, not a
+        box with axes (``nn.with_partitioning``): those are the layer's. One of your own is best made once, since
+        layers of different functions are different to ``jit``.
       mesh: the devices to run on, all its axes; ``None`` for one device.
       expert_axis: the mesh axis, or axes, that the experts are split over; tokens are split over all axes.
       config: tuning of the kernels, see :class:`mok_jax.MoKConfig`.
@@ -141,8 +148,8 @@ class Settings:
       ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
         hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
         has no such axis, or axes of several types.
-      TypeError: ``expert_bias`` is no bool, ``dtype`` or ``param_dtype`` neither bfloat16 nor float32,
-        ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
+      TypeError: ``expert_bias`` is no bool, a factor no Python number, ``kernel_init`` no function, ``dtype`` or
+        ``param_dtype`` neither bfloat16 nor float32, ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -173,6 +180,7 @@ class Settings:
     activation_limit: float | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: Callable[..., jax.Array] | None = None
     mesh: Mesh | None = None
     expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS
     config: MoKConfig | None = None
@@ -200,6 +208,21 @@ class Settings:
         for name, dtype in (("dtype", self.dtype), ("param_dtype", self.param_dtype)):
             if dtype is not None and (dtype := jnp.dtype(dtype)) not in (jnp.bfloat16, jnp.float32, jnp.float64):
                 raise TypeError(f"{name} is {dtype}; it must be bfloat16 or float32.")
+        for name, out in (
+            ("aux_loss_coeff", "aux_loss"),
+            ("z_loss_coeff", "z_loss"),
+            ("expert_bias_update_rate", "expert_bias_update"),
+        ):
+            if not isinstance(value := getattr(self, name), numbers.Real):
+                raise TypeError(
+                    f"{name} is {value!r}; it must be a Python number, such as 0.01. For one that is traced or of "
+                    f"a schedule, give 1.0 and multiply out.{out} by it."
+                )
+        if self.kernel_init is not None and not callable(self.kernel_init):
+            raise TypeError(
+                f"kernel_init is {self.kernel_init!r}; it must be None or a function (key, shape, dtype) -> array, "
+                "such as jax.nn.initializers.normal(0.02)."
+            )
         routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)
@@ -236,7 +259,10 @@ class Settings:
         """The layer's parameters, without ``expert_bias``, which no optimizer moves; the order is that of keys."""
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.padded_experts
         dense = jax.nn.initializers.lecun_normal()
-        each = self._without_padding(jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,)))
+        each = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        if self.kernel_init is not None:
+            dense, each = _arrays_of(self.kernel_init), _for_each_expert(_arrays_of(self.kernel_init))
+        each = self._without_padding(each)
         # Not "exp" on the gate's second axis: every rank routes its own tokens over all experts.
         table = {
             "gate": Parameter((hidden, self.num_experts), ("embed", None), dense),
@@ -283,6 +309,31 @@ class Settings:
         assert self.mesh is not None
         ours = sharding.logical_axis_rules(self.mesh, self.expert_axis)
         return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
+
+
+def _arrays_of(kernel_init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``kernel_init``, with a refusal of what would not be noticed until much later."""
+
+    def checked(key, shape, dtype):
+        kernel = kernel_init(key, shape, dtype)
+        if not isinstance(kernel, jax.Array) or kernel.shape != shape:
+            what = f"{type(kernel).__name__} of shape {getattr(kernel, 'shape', None)}"
+            raise TypeError(
+                f"kernel_init returns a {what}; it must return an array of shape {shape}, and no box: the layer "
+                "names its axes, and they are laid out by flax.core.spmd.logical_axis_rules."
+            )
+        return kernel
+
+    return checked
+
+
+def _for_each_expert(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``init`` of a matrix as one of ``[E, in, out]``, each expert with a key of its own."""
+
+    def stacked(key, shape, dtype):
+        return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+
+    return stacked
 
 
 def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
