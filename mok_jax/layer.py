@@ -26,6 +26,7 @@ from mok_jax.activation import Activation, swiglu
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig, require_choice
 from mok_jax.reference import accumulator_dtype
+from mok_jax.work import Direction, flops, product_flops
 
 GATES = ("gate", "shared_gate")
 """Parameters that are a module's ``kernel``; all others are the layer's own."""
@@ -287,6 +288,23 @@ class Settings:
                 "wo_bias": Parameter((experts, hidden), ("exp", "embed"), zeros),
             }
         return table
+
+    def flops(self, tokens: int, direction: Direction = "forward") -> int:
+        """Floating-point operations of all products for ``tokens``: router, experts, shared experts, last bias.
+
+        Of the whole layer, over all devices; see :func:`mok_jax.flops`, also for ``direction``.
+
+        Example:
+          >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).flops(tokens=1)
+          1600
+        """
+        shared = self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
+        columns = self.num_experts * (2 if self.use_bias else 1) + self.shared_expert_gate
+        return (
+            flops(tokens * self.num_experts_per_tok, self.hidden_size, self.intermediate_size, direction)
+            + flops(tokens, self.hidden_size, shared, direction)
+            + product_flops(tokens, self.hidden_size, columns, direction)
+        )
 
     def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """``init`` for arrays of the experts, with zeros in the padding: seeds mean the same on every mesh."""

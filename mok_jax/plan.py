@@ -283,8 +283,9 @@ def communication_over_compute(
 ) -> float:
     """Time on NVLink over time of the products in a forward: ``(2/3) * f * P / (I * BW)``.
 
-    A row's products are ``6 H I`` FLOPs. In bf16 a remote row is ``2 H`` bytes that the expert's GPU receives, and
-    later ``2 H`` that the source receives: with all GPUs alike, each receives ``4 H`` bytes a row, and sends as many.
+    A row's products are ``6 H I`` FLOPs (``mok_jax.flops``). In bf16 a remote row is ``2 H`` bytes that the expert's
+    GPU receives, and later ``2 H`` that the source receives: with all GPUs alike, each receives ``4 H`` bytes a row,
+    and sends as many.
 
     Example:
       >>> round(communication_over_compute(1 / 2, 2048, 650e12, 315e9), 2)
