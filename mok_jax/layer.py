@@ -372,8 +372,8 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
       A :class:`MoEOutput`.
 
     Raises:
-      ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` another shape than the tokens, or the
-        layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
+      ValueError: ``x`` has another ``H`` than the layer, a weight another shape, or ``token_mask`` another than the
+        tokens, or the layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
 
     Example:
       >>> settings = Settings(8, 16, num_experts=4, num_experts_per_tok=2)
@@ -385,6 +385,7 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
         raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={settings.hidden_size}].")
     if token_mask is not None and token_mask.shape != x.shape[:-1]:
         raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
+    _check_weights(settings, weights)
     compute = functools.partial(_forward, settings)
     mesh = settings.mesh
     if mesh is not None and _has_explicit_axes(mesh):
@@ -403,6 +404,20 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
         out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
     return out
+
+
+def _check_weights(settings: Settings, weights: Weights) -> None:
+    """Here, while shapes are those of whole arrays, and not of a device's share."""
+    for name, (shape, _, _) in settings.parameters().items():
+        there = getattr(weights, name).shape
+        if there != shape:
+            padding = settings.padded_experts - settings.num_experts
+            hint = (
+                f" of {settings.num_experts} experts and {padding} of zeros"
+                if padding and shape[1:] == there[1:]
+                else ""
+            )
+            raise ValueError(f"{name} has shape {there}; expected {shape}{hint}.")
 
 
 def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:

@@ -287,7 +287,8 @@ def _refuse_sharding(ctx, name):
     elif context.num_devices > 1:
         raise ValueError(
             f"mok_jax.{name} outside jax.shard_map in a program for {context.num_devices} devices: its arguments would "
-            "be gathered silently. Call it inside jax.shard_map over all mesh axes, or use mok_jax.nnx.MoE(mesh=...)"
+            "be gathered silently. Call it inside jax.shard_map over all mesh axes, or give a Flax layer its mesh: "
+            "mok_jax.nnx.MoE(mesh=...)"
         )
 
 

@@ -168,7 +168,10 @@ def _likely_device(x: Any) -> Any:
         return next(iter(x.devices()))
     of_mesh = jax.sharding.get_abstract_mesh().abstract_device
     if of_mesh is not None:
-        known = jax.devices(of_mesh.platform)
+        try:
+            known = jax.devices(of_mesh.platform)
+        except RuntimeError:  # a mesh of devices that are elsewhere
+            known = []
         return next((d for d in known if d.device_kind == of_mesh.device_kind), of_mesh)
     default = jax.config.jax_default_device
     if default is None or isinstance(default, str):

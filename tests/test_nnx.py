@@ -13,7 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_routing import ROUTERS, random_bias
 
+import mok_jax.layer
 from mok_jax import routing
+from mok_jax.layer import Weights
 from mok_jax.nnx import ExpertBias, MoE
 from mok_jax.sharding import make_mesh
 
@@ -475,6 +477,19 @@ def test_axes_of_several_types_are_refused():
     mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match=r"mesh has axes \('data', 'expert'\) of types .*; all must be of one type"):
         make_layer(mesh)
+
+
+def test_weights_of_wrong_shapes_are_told_as_they_are(mesh):
+    """Not as a device's share of them."""
+    settings = make_layer(mesh, num_experts=6).settings
+    shapes = {name: parameter.shape for name, parameter in settings.parameters().items()}
+    for name, shape, text in (
+        ("wo", (8, 16, 24), r"wo has shape \(8, 16, 24\); expected \(8, 24, 16\)\.$"),
+        ("wi_0", (6, 16, 24), r"wi_0 has shape \(6, 16, 24\); expected \(8, 16, 24\) of 6 experts and 2 of zeros\.$"),
+    ):
+        weights = Weights(**{key: jnp.zeros(value) for key, value in (shapes | {name: shape}).items()})
+        with pytest.raises(ValueError, match=text):
+            mok_jax.layer.forward(settings, weights, make_input(8))
 
 
 def test_call_errors():

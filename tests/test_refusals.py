@@ -23,7 +23,7 @@ import mok_jax
 from mok_jax import api, native
 from mok_jax.config import MoKConfig
 from mok_jax.nnx import MoE
-from mok_jax.support import Place, why_not
+from mok_jax.support import Place, place_of_program, why_not
 
 T, K, E, H, I = 16, 2, 8, 16, 24  # noqa: E741
 INPUTS = make(Case("refusals", T, K, E, H, I, uniform), "float32")
@@ -444,6 +444,21 @@ def hopper(monkeypatch):
     api._warn_once.cache_clear()
     with jax.default_device(None):
         yield gpu
+
+
+@pytest.mark.parametrize("program", ("assigned", "default"))
+def test_place_of_a_program(hopper, monkeypatch, program):
+    """Of its own devices all is known; of a platform that it is only lowered for, nothing but that."""
+    hopper.process_index = 0
+    there = {"assigned": (hopper,), "default": None}[program]
+    context = types.SimpleNamespace(
+        axis_context=types.SimpleNamespace(device_assignment=there),
+        backend=types.SimpleNamespace(local_devices=lambda: [hopper]),
+    )
+    assert place_of_program(context, "cuda") == HOPPER
+    monkeypatch.setattr(native, "has_cuda", lambda: False)
+    assert not place_of_program(context, "cuda").has_kernels
+    assert place_of_program(context, "tpu") == Place("tpu")
 
 
 def test_none_on_a_gpu_chooses_what_runs(hopper):
