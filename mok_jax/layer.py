@@ -8,6 +8,7 @@ What :mod:`mok_jax.nnx` and :mod:`mok_jax.linen` share, and all that they do apa
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -26,6 +27,7 @@ from mok_jax.activation import Activation, activate
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig, require_choice
 from mok_jax.reference import accumulator_dtype
+from mok_jax.work import Direction, flops, product_flops
 
 GATES = ("gate", "shared_gate")
 """Parameters that are a module's ``kernel``; all others but ``GATE_BIAS`` are the layer's own."""
@@ -135,7 +137,8 @@ class Settings:
       expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no. It
         is made in f32, whatever ``param_dtype``, and computed with in f32, whatever it was cast to.
       expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
-      aux_loss_coeff: factor of the load-balancing loss.
+      aux_loss_coeff: factor of the load-balancing loss, a Python number, like all factors here. For a schedule give 1.0
+        and multiply ``out.aux_loss``.
       seq_aux: take that loss of each sequence, the last of the leading dimensions of ``x``, instead of the batch.
       z_loss_coeff: factor of the router z-loss.
       num_shared_experts: experts that every token goes to.
@@ -148,6 +151,11 @@ class Settings:
       activation_limit: of the experts, see :func:`mok_jax.moe`.
       dtype: what the experts compute and return; ``None`` takes the input's.
       param_dtype: of all parameters.
+      kernel_init: ``(key, shape, dtype) -> array`` of all kernels, the router's, the experts' and the shared experts';
+        ``None`` is LeCun normal. It makes one expert at a time, from a key and as a matrix ``[in, out]`` of its own, so
+        that initialisers which scale by the fan see that of an expert; padding stays zero. An array is expected, not a
+        box with axes (``nn.with_partitioning``): those are the layer's. One of your own is best made once, since
+        layers of different functions are different to ``jit``.
       mesh: the devices to run on, all its axes; ``None`` for one device.
       expert_axis: the mesh axis, or axes, that the experts are split over; tokens are split over all axes.
       config: tuning of the kernels, see :class:`mok_jax.MoKConfig`.
@@ -157,8 +165,9 @@ class Settings:
       ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
         hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
         has no such axis, or axes of several types.
-      TypeError: ``expert_bias`` is no bool, ``dtype`` or ``param_dtype`` neither bfloat16 nor float32,
-        ``activation_limit`` or ``shared_activation_limit`` no number, or ``config`` no ``MoKConfig``.
+      TypeError: ``expert_bias`` is no bool, a factor no Python number, ``kernel_init`` no function, ``dtype`` or
+        ``param_dtype`` neither bfloat16 nor float32, ``activation_limit`` or ``shared_activation_limit`` no number, or
+        ``config`` no ``MoKConfig``.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -192,6 +201,7 @@ class Settings:
     activation_limit: float | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: Callable[..., jax.Array] | None = None
     mesh: Mesh | None = None
     expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS
     config: MoKConfig | None = None
@@ -221,6 +231,21 @@ class Settings:
         for name, dtype in (("dtype", self.dtype), ("param_dtype", self.param_dtype)):
             if dtype is not None and (dtype := jnp.dtype(dtype)) not in (jnp.bfloat16, jnp.float32, jnp.float64):
                 raise TypeError(f"{name} is {dtype}; it must be bfloat16 or float32.")
+        for name, out in (
+            ("aux_loss_coeff", "aux_loss"),
+            ("z_loss_coeff", "z_loss"),
+            ("expert_bias_update_rate", "expert_bias_update"),
+        ):
+            if not isinstance(value := getattr(self, name), numbers.Real):
+                raise TypeError(
+                    f"{name} is {value!r}; it must be a Python number, such as 0.01. For one that is traced or of "
+                    f"a schedule, give 1.0 and multiply out.{out} by it."
+                )
+        if self.kernel_init is not None and not callable(self.kernel_init):
+            raise TypeError(
+                f"kernel_init is {self.kernel_init!r}; it must be None or a function (key, shape, dtype) -> array, "
+                "such as jax.nn.initializers.normal(0.02)."
+            )
         routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)
@@ -262,7 +287,10 @@ class Settings:
         """The layer's parameters, without ``expert_bias``, which no optimizer moves; the order is that of keys."""
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.padded_experts
         dense = jax.nn.initializers.lecun_normal()
-        each = self._without_padding(jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,)))
+        each = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        if self.kernel_init is not None:
+            dense, each = _arrays_of(self.kernel_init), _for_each_expert(_arrays_of(self.kernel_init))
+        each = self._without_padding(each)
         # Not "exp" on the gate's second axis: every rank routes its own tokens over all experts.
         table = {
             "gate": Parameter((hidden, self.num_experts), ("embed", None), dense),
@@ -289,6 +317,23 @@ class Settings:
         if self.router_bias:
             table[GATE_BIAS] = Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
         return table
+
+    def flops(self, tokens: int, direction: Direction = "forward") -> int:
+        """Floating-point operations of all products for ``tokens``: router, experts, shared experts, last bias.
+
+        Of the whole layer, over all devices; see :func:`mok_jax.flops`, also for ``direction``.
+
+        Example:
+          >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).flops(tokens=1)
+          1600
+        """
+        shared = self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
+        columns = self.num_experts * (2 if self.use_bias else 1) + self.shared_expert_gate
+        return (
+            flops(tokens * self.num_experts_per_tok, self.hidden_size, self.intermediate_size, direction)
+            + flops(tokens, self.hidden_size, shared, direction)
+            + product_flops(tokens, self.hidden_size, columns, direction)
+        )
 
     def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """``init`` for arrays of the experts, with zeros in the padding: seeds mean the same on every mesh."""
@@ -326,6 +371,31 @@ class Settings:
         return spec
 
 
+def _arrays_of(kernel_init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``kernel_init``, with a refusal of what would not be noticed until much later."""
+
+    def checked(key, shape, dtype):
+        kernel = kernel_init(key, shape, dtype)
+        if not isinstance(kernel, jax.Array) or kernel.shape != shape:
+            what = f"{type(kernel).__name__} of shape {getattr(kernel, 'shape', None)}"
+            raise TypeError(
+                f"kernel_init returns a {what}; it must return an array of shape {shape}, and no box: the layer "
+                "names its axes, and they are laid out by flax.core.spmd.logical_axis_rules."
+            )
+        return kernel
+
+    return checked
+
+
+def _for_each_expert(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``init`` of a matrix as one of ``[E, in, out]``, each expert with a key of its own."""
+
+    def stacked(key, shape, dtype):
+        return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+
+    return stacked
+
+
 def forward(
     settings: Settings,
     weights: Weights,
@@ -353,8 +423,9 @@ def forward(
       A :class:`MoEOutput`.
 
     Raises:
-      ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` or ``expert_ids`` another shape than the
-        tokens, or the layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
+      ValueError: ``x`` has another ``H`` than the layer, a weight another shape, ``token_mask`` or ``expert_ids``
+        another than the tokens, or the layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside
+        ``jax.set_mesh``.
       TypeError: ``expert_ids`` is not int32.
 
     Example:
@@ -368,11 +439,26 @@ def forward(
     if token_mask is not None and token_mask.shape != x.shape[:-1]:
         raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
     routing.check_expert_ids(expert_ids, x.shape[:-1], settings.num_experts_per_tok)
+    _check_weights(settings, weights)
     splitting.check_types(array for array in (x, *weights) if isinstance(array, jax.Array))
     out = _compiled(settings, weights, x, token_mask, expert_ids)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
         out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
     return out
+
+
+def _check_weights(settings: Settings, weights: Weights) -> None:
+    """Here, while shapes are those of whole arrays, and not of a device's share."""
+    for name, (shape, _, _) in settings.parameters().items():
+        there = getattr(weights, name).shape
+        if there != shape:
+            padding = settings.padded_experts - settings.num_experts
+            hint = (
+                f" of {settings.num_experts} experts and {padding} of zeros"
+                if padding and shape[1:] == there[1:]
+                else ""
+            )
+            raise ValueError(f"{name} has shape {there}; expected {shape}{hint}.")
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

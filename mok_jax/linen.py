@@ -4,6 +4,7 @@ Same arguments, same parameters and, given those, the same bits: what it compute
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,6 +92,7 @@ class MoE(nn.Module):
     activation_limit: float | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: Callable[..., jax.Array] | None = None
     mesh: Mesh | None = None
     expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS
     config: MoKConfig | None = None

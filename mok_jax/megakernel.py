@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from mok_jax import checks, native
+from mok_jax import native, support
 from mok_jax.activation import ACTIVATIONS, Activation
 from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig, Save
 from mok_jax.reference import vary_alike
@@ -121,7 +121,6 @@ def make_call(ranks, tokens, top_k, local_experts, activation, activation_limit,
     bounds = {"ranks": ranks, "tokens": tokens, "top_k": top_k, "local_experts": local_experts}
     library = native.library()
     max_rows = library.max_rows(**bounds)
-    checks.check_max_rows(max_rows, **bounds)
     ring_rows = min(max_rows, config.ring_rows or library.default_ring_rows(**bounds))
     workspace_bytes = library.workspace_bytes(**bounds, ring_rows=ring_rows)
     return Call(ranks, ring_rows, max_rows, workspace_bytes, activation, activation_limit, config)
@@ -289,7 +288,8 @@ def _refuse_sharding(ctx, name):
     elif context.num_devices > 1:
         raise ValueError(
             f"mok_jax.{name} outside jax.shard_map in a program for {context.num_devices} devices: its arguments would "
-            "be gathered silently. Call it inside jax.shard_map over all mesh axes, or use mok_jax.nnx.MoE(mesh=...)"
+            "be gathered silently. Call it inside jax.shard_map over all mesh axes, or give a Flax layer its mesh: "
+            "mok_jax.nnx.MoE(mesh=...)"
         )
 
 
@@ -306,12 +306,18 @@ def _complete_residuals(ctx, operands):
     return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]
 
 
+def _check_place(ctx, platform, call):
+    """Raises what the platform that is lowered for refuses, and the program's devices where they are known."""
+    place = support.place_of_program(ctx.module_context, platform)
+    support.check(place, ctx.avals_in[0], ctx.avals_in[3], call.ranks // call.virtual_ranks, call.activation)
+
+
 def _lower(target, platform, ctx, *operands, call):
     _refuse_sharding(ctx, "moe")
+    _check_place(ctx, platform, call)
     if platform == "cpu":
         native.register_cpu_targets()
     else:
-        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[3], call.activation, call.ranks // call.virtual_ranks)
         native.register_cuda_targets()
     if target == "mok_backward":
         ctx, operands = _complete_residuals(ctx, operands)
@@ -319,16 +325,13 @@ def _lower(target, platform, ctx, *operands, call):
 
 
 def _lower_elsewhere(ctx, *operands, call):
-    raise NotImplementedError(
-        f'implementation="megakernel" has no kernel for platform {ctx.module_context.platforms[0]!r}; '
-        'use implementation="xla" there, or None to choose what the platform has'
-    )
+    _check_place(ctx, (ctx.platforms or ctx.module_context.platforms)[0], call)
 
 
 def _refuse_vmap(*_, **__):
     raise NotImplementedError(
         "mok_jax.moe does not support jax.vmap: a call already takes all tokens of its rank. Reshape leading dimensions"
-        ' into the token dimension of x, or use implementation="reference"'
+        ' into the token dimension of x (a Flax layer takes any), or use implementation="reference"'
     )
 
 

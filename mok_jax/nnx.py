@@ -5,6 +5,7 @@ holds parameters; what it computes is in :mod:`mok_jax.layer`. For a layer writt
 :func:`mok_jax.moe` and :mod:`mok_jax.routing`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,13 +114,14 @@ class MoE(nnx.Module):
         activation_limit: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Callable[..., jax.Array] | None = None,
         mesh: Mesh | None = None,
         expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS,
         config: MoKConfig | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """Makes the layer and initialises its parameters (LeCun normal, each expert by itself; biases zero).
+        """Makes the layer and initialises its parameters (``kernel_init``, each expert by itself; biases zero).
 
         Args:
           rngs: the key for the parameters; all other arguments are those of :class:`mok_jax.layer.Settings`.
@@ -154,6 +156,7 @@ class MoE(nnx.Module):
             activation_limit=activation_limit,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
             mesh=mesh,
             expert_axis=expert_axis,
             config=config,

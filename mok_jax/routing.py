@@ -167,6 +167,11 @@ def load_balance_loss(probs: jax.Array, expert_ids: jax.Array, token_mask: jax.A
       choices only: the one by sequence of ``expert_ids[:, :1]``.
     - MaxText, ``load_balance_loss``: ``K`` times the one by sequence, always of softmax probabilities. Multiply a
       coefficient from there by ``K``.
+    - transformers, ``load_balancing_loss_func``: ``K`` times that of the tokens of all layers as one batch, always of
+      softmax probabilities: ``f`` and ``P`` are averaged over the layers before they are multiplied, and the loss is
+      added once a model. To have its value, concatenate the layers' ``probs`` and ``expert_ids``. Layers that each add
+      their own are not that; with ``L`` of them, its coefficient times ``K / L`` is equal where the layers are alike.
+      Its attention mask leaves padding out as the token mask does; without one, padding counts there.
 
     Args:
       probs: f32 ``[N, E]``, rows that sum to 1, as in :class:`Routing`.

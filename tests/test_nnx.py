@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import relative_l2
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from published_layers import expert, swiglu
 from test_routing import random_bias
 
+import mok_jax.layer
 from mok_jax import routing
+from mok_jax.layer import Weights
 from mok_jax.nnx import ExpertBias, MoE
 from mok_jax.sharding import make_mesh
 
@@ -392,6 +394,52 @@ def test_gradients_reach_every_expert_and_the_gate(mesh):
     assert np.abs(gradients["gate"]["kernel"].get_value()).min() > 0
 
 
+def test_kernel_init_makes_one_expert_at_a_time(mesh):
+    """Fans are those of a matrix, experts differ, a mesh changes nothing, and padding stays zero."""
+    init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+    changes = {"kernel_init": init, "hidden_size": 256, "intermediate_size": 64, "num_experts": 6, "use_bias": True}
+    plain, padded = make_layer(**changes), make_layer(mesh, **changes)
+    for kernel, fan in ((plain.gate.kernel, 256), (plain.wi_0, 256), (plain.wi_1, 256), (plain.wo, 64)):
+        assert float(jnp.std(kernel[...])) == pytest.approx(fan**-0.5, rel=0.1)
+    assert len({float(expert[0, 0]) for expert in plain.wi_0[...]}) == 6
+    assert not plain.wi_0_bias[...].any()
+    for name in ("wi_0", "wi_1", "wo"):
+        weights = getattr(padded, name)[...]
+        np.testing.assert_array_equal(weights[:6], getattr(plain, name)[...])
+        assert weights.shape[0] == 8 and not weights[6:].any()
+    assert hash(plain.settings) == hash(make_layer(**changes).settings)
+    assert (make_layer(kernel_init=jax.nn.initializers.ones, num_shared_experts=1).shared_wo[...] == 1).all()
+
+
+def test_kernel_init_is_a_function_that_makes_arrays():
+    with pytest.raises(TypeError, match=r"kernel_init is 0\.02; it must be None or a function .*normal\(0\.02\)"):
+        make_layer(kernel_init=0.02)
+    boxed = linen.with_partitioning(jax.nn.initializers.ones, (None, None))
+    for init in boxed, lambda key, shape, dtype: jnp.ones((3, 3), dtype):
+        with pytest.raises(
+            TypeError,
+            match=r"kernel_init returns a \w+ of shape .*; it must return an array of shape \(16, 8\), and no box",
+        ):
+            make_layer(kernel_init=init)
+
+
+@pytest.mark.parametrize("name", ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate"))
+def test_a_factor_of_a_schedule_is_multiplied_outside(name):
+    out = "expert_bias_update" if "rate" in name else name.replace("_coeff", "")
+    text = rf"{name} is .*; it must be a Python number, .* give 1\.0 and multiply out\.{out} by it"
+    with pytest.raises(TypeError, match=text):
+        make_layer(**{name: jnp.float32(0.1)})
+    with pytest.raises(TypeError, match=text):
+        jax.jit(lambda value: forward(make_layer(**{name: value}), make_input(3)).output)(0.1)
+    assert getattr(make_layer(**{name: np.float32(0.1)}).settings, name) == np.float32(0.1)
+
+    @jax.jit
+    def scheduled(value):
+        return value * getattr(make_layer(**{"expert_bias": True, name: 1.0})(make_input(3)), out)
+
+    np.testing.assert_allclose(scheduled(0.0), 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -439,6 +487,19 @@ def test_axes_of_several_types_are_refused():
     mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match=r"mesh has axes \('data', 'expert'\) of types .*; all must be of one type"):
         make_layer(mesh)
+
+
+def test_weights_of_wrong_shapes_are_told_as_they_are(mesh):
+    """Not as a device's share of them."""
+    settings = make_layer(mesh, num_experts=6).settings
+    shapes = {name: parameter.shape for name, parameter in settings.parameters().items()}
+    for name, shape, text in (
+        ("wo", (8, 16, 24), r"wo has shape \(8, 16, 24\); expected \(8, 24, 16\)\.$"),
+        ("wi_0", (6, 16, 24), r"wi_0 has shape \(6, 16, 24\); expected \(8, 16, 24\) of 6 experts and 2 of zeros\.$"),
+    ):
+        weights = Weights(**{key: jnp.zeros(value) for key, value in (shapes | {name: shape}).items()})
+        with pytest.raises(ValueError, match=text):
+            mok_jax.layer.forward(settings, weights, make_input(8))
 
 
 def test_call_errors():

@@ -275,6 +275,31 @@ def test_losses_convert_to_those_of_other_libraries():
     np.testing.assert_allclose(top_2, first, rtol=1e-5)
 
 
+def test_loss_of_transformers_is_of_all_layers_as_one_batch():
+    """Its ``load_balancing_loss_func``: counts and probabilities of all layers are summed before they meet."""
+    layers, mask = [random_logits(seed) for seed in range(3)], random_mask()
+
+    def transformers(mask):
+        counts, probs = np.zeros(EXPERTS), np.zeros(EXPERTS)
+        for logits in layers:
+            scores = numpy_scores(logits, "softmax")
+            chosen = np.eye(EXPERTS)[np.argsort(-scores, axis=-1, kind="stable")[:, :K]].sum(axis=1)
+            counts, probs = counts + mask @ chosen, probs + mask @ scores
+        total = len(layers) * mask.sum()
+        return EXPERTS * np.sum(counts / total * probs / total)
+
+    routed = [routing.top_k_routing(jnp.asarray(logits), K) for logits in layers]
+    probs, ids = (jnp.concatenate([getattr(r, name) for r in routed]) for name in ("probs", "expert_ids"))
+    for kept in mask, np.ones_like(mask):
+        ours = routing.load_balance_loss(probs, ids, jnp.tile(jnp.asarray(kept), len(layers)))
+        np.testing.assert_allclose(transformers(kept), K * ours, rtol=1e-5)
+    # Layers that are alike have the mean of their losses, and others do not.
+    each = [float(routing.load_balance_loss(r.probs, r.expert_ids)) for r in routed]
+    assert abs(K * np.mean(each) / transformers(np.ones_like(mask)) - 1) > 1e-3
+    layers[:] = layers[:1] * 3
+    np.testing.assert_allclose(transformers(np.ones_like(mask)), K * each[0], rtol=1e-5)
+
+
 def test_bias_update_is_the_sign_of_what_is_missing():
     load = np.array([7, 3, 5, 5], np.int32)
     np.testing.assert_array_equal(routing.expert_bias_update(jnp.asarray(load), 0.25), [-0.25, 0.25, 0, 0])
