@@ -19,8 +19,9 @@ from mok_jax.config import MoKConfig
 from mok_jax.megakernel import remat_policy
 from mok_jax.native import check, register_ffi_targets
 from mok_jax.stats import MoEStats
+from mok_jax.work import flops
 
-__all__ = ["MoEStats", "MoKConfig", "check", "moe", "register_ffi_targets", "remat_policy"]
+__all__ = ["MoEStats", "MoKConfig", "check", "flops", "moe", "register_ffi_targets", "remat_policy"]
 
 _IMPORTED_WHEN_NAMED = "linen", "nnx", "routing", "sharding", "zoo"
 

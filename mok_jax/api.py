@@ -9,9 +9,8 @@ import warnings
 from typing import Literal, get_args, overload
 
 import jax
-import jax.numpy as jnp
 
-from mok_jax import checks, megakernel, native, reference, xla
+from mok_jax import checks, megakernel, reference, support, xla
 from mok_jax.activation import Activation
 from mok_jax.config import MoKConfig, require_choice
 from mok_jax.stats import MoEStats
@@ -82,8 +81,8 @@ def moe(
         bad: it is sent nowhere and its rows of ``y`` and of the gradients of ``x`` and ``expert_weights`` are NaN. An
         id that occurs twice in a token counts twice.
       expert_weights: float32 ``[T, K]``.
-      wi_0: ``[E_local, H, I]``, gate projection; float32 or ``x.dtype``. Rounded to ``x.dtype``; the gradient keeps
-        its own dtype.
+      wi_0: ``[E_local, H, I]``, gate projection; bfloat16 or float32, whatever ``x`` is, or float64 with a float64
+        ``x``; all three alike. Rounded to ``x.dtype`` for the products; the gradient has the weight's own dtype.
       wi_1: ``[E_local, H, I]``, up projection; as ``wi_0``.
       wo: ``[E_local, I, H]``, down projection; as ``wi_0``.
       axis_name: mesh axis of the expert-parallel group, or a tuple of axes, first major. None: one rank.
@@ -92,7 +91,11 @@ def moe(
         ``gpt_oss/torch/model.py`` of OpenAI's gpt-oss, which has a limit of 7).
       activation_limit: L > 0 first clamps the gate from above to L and up to ``[-L, L]``. None: no clamp.
       config: schedule and memory of the megakernel; no effect on results.
-      implementation: ``"megakernel"``, ``"xla"``, ``"reference"``; None: the best that the default backend has.
+      implementation: ``"megakernel"``, ``"xla"``, ``"reference"``. None: ``"megakernel"`` where it can run, else
+        ``"xla"`` with one warning that says why. That is decided while tracing, for the devices of a concrete ``x``, of
+        the mesh around the call, or else the default one; a ``jit`` of arguments that are committed to others does not
+        show that, nor does ``jax.export`` for another platform, and what cannot run there is refused when lowered: name
+        ``"xla"``. Of several CPU processes it is ``"megakernel"`` with one rank only; name it where a mesh is of one.
       return_stats: also return ``MoEStats``.
 
     Returns:
@@ -111,46 +114,34 @@ def moe(
     checks.check_arguments(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
-    implementation = choose_implementation(implementation, x, axis_name, activation)
-    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
-    options = {"axis_name": axis_name, "activation": activation, "activation_limit": activation_limit}
+    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    implementation = choose_implementation(implementation, x, wi_0, ranks, activation)
     if implementation == "megakernel":
-        checks.check_megakernel(x)
-        y, stats = megakernel.moe(*operands, **options, config=config)
-    else:
-        y, stats = {"xla": xla.moe, "reference": reference.moe}[implementation](*operands, **options)
+        support.check(support.Place(), x, wi_0, ranks, activation)
+    operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
+    y, stats = _run(implementation, axis_name, activation, activation_limit, config, *operands)
     return (y, stats) if return_stats else y
 
 
-def choose_implementation(implementation: Implementation | None, x, axis_name, activation) -> Implementation:
-    """What None means for these arguments on the default backend; any other name is checked and returned."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _run(implementation, axis_name, activation, activation_limit, config, *operands):
+    """One program where ``moe`` is called eagerly, compiled once; part of the caller's where it is traced."""
+    options = {"axis_name": axis_name, "activation": activation, "activation_limit": activation_limit}
+    if implementation == "megakernel":
+        return megakernel.moe(*operands, **options, config=config)
+    return {"xla": xla.moe, "reference": reference.moe}[implementation](*operands, **options)
+
+
+def choose_implementation(implementation: Implementation | None, x, wi_0, ranks, activation) -> Implementation:
+    """What None means for these arguments, where they will probably run; any other name is checked and returned."""
     if implementation is not None:
         require_choice("implementation", implementation, get_args(Implementation))
         return implementation
-    backend = jax.default_backend()
-    if backend == "cpu":
+    refusal = support.why_not_here(x, wi_0, ranks, activation)
+    if refusal is None:
         return "megakernel"
-    lacking = _lacking_on_gpu(x, axis_name, activation) if backend == "gpu" else f"no kernel for platform {backend!r}"
-    if lacking is None:
-        return "megakernel"
-    _warn_once(f"mok_jax: {lacking}; using implementation='xla'")
+    _warn_once(f"mok_jax: using implementation='xla': {refusal}")
     return "xla"
-
-
-def _lacking_on_gpu(x, axis_name, activation) -> str | None:
-    """Why the megakernel cannot run on this GPU, or None."""
-    if not native.has_cuda():
-        return "the extension was built without CUDA"
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if capability != "9.0":
-        return f"no kernel for compute capability {capability} yet, only for 9.0 (Hopper)"
-    if x.dtype != jnp.bfloat16:
-        return f"on GPUs the megakernel computes in bfloat16, and x has dtype {x.dtype}"
-    if activation != "swiglu":
-        return f"on GPUs the megakernel has activation 'swiglu' only so far, and not {activation!r}"
-    if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
-        return "the megakernel runs on one GPU so far"
-    return None
 
 
 @functools.cache

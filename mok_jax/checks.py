@@ -32,26 +32,27 @@ def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, ac
             )
     _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
     _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
-    _check_top_k(expert_ids.shape[1], wi_0.shape[0], axis_name)
+    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    _check_top_k(expert_ids.shape[1], wi_0.shape[0] * ranks)
+    check_rows(ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0])
 
 
 def check_expert_step(activation: Any, activation_limit: Any, config: Any) -> None:
     """Checks what says how experts compute, and not on what."""
     require_choice("activation", activation, ACTIVATIONS)
-    _check_activation_limit(activation_limit)
+    check_activation_limit("activation_limit", activation_limit)
     if not isinstance(config, MoKConfig):
         raise TypeError(f"config is {config!r}; it must be a mok_jax.MoKConfig, such as mok_jax.MoKConfig()")
 
 
-def _check_activation_limit(limit: Any) -> None:
+def check_activation_limit(name: str, limit: Any) -> None:
+    """Checks a clamp of gate and up."""
     if limit is None:
         return
     if isinstance(limit, bool | jax.Array) or not isinstance(limit, numbers.Real):
-        raise TypeError(
-            f"activation_limit is {limit!r}; it must be None or a Python number, known while tracing, such as 7.0"
-        )
+        raise TypeError(f"{name} is {limit!r}; it must be None or a Python number, known while tracing, such as 7.0")
     if not float(limit) > 0:
-        raise ValueError(f"activation_limit is {limit!r}; it must be None or a positive number, such as 7.0")
+        raise ValueError(f"{name} is {limit!r}; it must be None or a positive number, such as 7.0")
 
 
 def _check_axis_name(axis_name) -> None:
@@ -78,15 +79,15 @@ def _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
         raise TypeError(f"x has dtype {x.dtype}; it must be bfloat16 or float32: x.astype(jnp.bfloat16)")
     if expert_ids.dtype != jnp.int32:
         raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be int32: expert_ids.astype(jnp.int32)")
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, np.float32)
     if expert_weights.dtype not in (jnp.float32, wide):
         raise TypeError(
             f"expert_weights has dtype {expert_weights.dtype}; it must be float32: expert_weights.astype(jnp.float32)"
         )
     for name, weight in (("wi_0", wi_0), ("wi_1", wi_1), ("wo", wo)):
         if weight.dtype not in (jnp.float32, jnp.bfloat16, wide):
-            legal = " or ".join(sorted({str(x.dtype), "float32"}))
-            raise TypeError(f"{name} has dtype {weight.dtype}; it must be {legal}: {name}.astype({legal.split()[0]!r})")
+            legal = " or ".join(sorted({"bfloat16", "float32", str(wide)}))
+            raise TypeError(f"{name} has dtype {weight.dtype}; it must be {legal}: {name}.astype({str(x.dtype)!r})")
         if weight.dtype != wi_0.dtype:
             raise TypeError(
                 f"{name} has dtype {weight.dtype} and wi_0 has {wi_0.dtype}; all weights must have one dtype"
@@ -115,57 +116,19 @@ def _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
             raise ValueError(f"{name}, of {argument}, is {size}; the nearest legal value is 1")
 
 
-def _check_top_k(top_k: int, local_experts: int, axis_name) -> None:
-    experts = local_experts * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+def _check_top_k(top_k: int, experts: int) -> None:
     if top_k > experts:
         raise ValueError(f"expert_ids has K = {top_k} experts per token of {experts}; the nearest legal K is {experts}")
 
 
-def check_megakernel(x) -> None:
-    """Checks what the fused implementation alone demands."""
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise TypeError(
-            f'x has dtype {x.dtype}; implementation="megakernel" takes float32 or bfloat16: x.astype(jnp.float32), or '
-            'implementation="reference"'
-        )
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        raise ValueError(
-            f'jax.process_count() is {jax.process_count()}; on CPUs implementation="megakernel" runs in one process: '
-            'use one process with more virtual devices, or implementation="xla"'
-        )
-
-
-def check_max_rows(max_rows: int, ranks: int, tokens: int, top_k: int, local_experts: int) -> None:
-    """Rows are counted in int32, on the device and in the row table."""
-    limit = 2**31 - ROW_BLOCK
-    if max_rows > limit:
+def check_rows(ranks: int, tokens: int, top_k: int, local_experts: int) -> None:
+    """Rows are counted in int32, whatever computes them: on the device, in the row table, in XLA's indices."""
+    limit, slots = 2**31 - ROW_BLOCK, ranks * tokens * top_k
+    # As max_rows in csrc/moe/shape.h; here too, because "xla" needs no extension.
+    rows = (slots + min(local_experts, slots) * (ROW_BLOCK - 1)) // ROW_BLOCK * ROW_BLOCK
+    if rows > limit:
         nearest = (limit - local_experts * (ROW_BLOCK - 1)) // (ranks * top_k)
         raise ValueError(
-            f"x has T = {tokens} tokens: with EP = {ranks} and K = {top_k}, {max_rows} rows may arrive at one rank, "
-            f"more than {limit}; the nearest legal T is {nearest}"
-        )
-
-
-def check_gpu(x, wi_0, activation, devices: int) -> None:
-    """Checks what the kernels for GPUs demand; known when a program is lowered for one."""
-    if x.dtype != jnp.bfloat16:
-        raise TypeError(
-            f'x has dtype {x.dtype}; on GPUs implementation="megakernel" computes in bfloat16: x.astype(jnp.bfloat16) '
-            '(weights may stay float32), or implementation="xla"'
-        )
-    for name, argument, size in (("H", "x", x.shape[1]), ("I", "wi_0", wi_0.shape[2])):
-        if size % 8:
-            raise ValueError(
-                f"{name}, of {argument}, is {size}; on GPUs it must be a multiple of 8, and the nearest legal value is "
-                f"{max(8, round(size / 8) * 8)}"
-            )
-    if activation != "swiglu":
-        raise NotImplementedError(
-            f"activation is {activation!r}; on GPUs implementation=\"megakernel\" has 'swiglu' only so far: "
-            "activation='swiglu', or implementation=\"xla\""
-        )
-    if devices > 1:
-        raise NotImplementedError(
-            f'axis_name names {devices} devices; on GPUs implementation="megakernel" runs on one so far: '
-            'axis_name=None, or implementation="xla"'
+            f"T, tokens of x on each device, is {tokens}: with EP = {ranks} and K = {top_k}, {rows} rows may arrive at "
+            f"one, more than {limit}; the nearest legal T is {nearest}"
         )

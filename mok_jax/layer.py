@@ -8,26 +8,32 @@ What :mod:`mok_jax.nnx` and :mod:`mok_jax.linen` share, and all that they do apa
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
-from jax.sharding import AxisType, Mesh, NamedSharding
+from flax.linen import logical_to_mesh_axes
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import mok_jax
-from mok_jax import checks, routing, sharding
-from mok_jax.activation import Activation, swiglu
+from mok_jax import checks, routing, sharding, splitting
+from mok_jax.activation import Activation, activate
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig, require_choice
 from mok_jax.reference import accumulator_dtype
+from mok_jax.work import Direction, flops, product_flops
 
 GATES = ("gate", "shared_gate")
-"""Parameters that are a module's ``kernel``; all others are the layer's own."""
+"""Parameters that are a module's ``kernel``; all others but ``GATE_BIAS`` are the layer's own."""
+
+GATE_BIAS = "gate_bias"
+"""The parameter that is the ``bias`` of the module ``gate``."""
 
 
 @flax.struct.dataclass
@@ -64,6 +70,7 @@ class Weights(NamedTuple):
     shared_wi_1: jax.Array | None = None
     shared_wo: jax.Array | None = None
     shared_gate: jax.Array | None = None
+    gate_bias: jax.Array | None = None
     expert_bias: jax.Array | None = None
 
 
@@ -87,11 +94,15 @@ class Settings:
 
     Parameters: ``gate/kernel [H, E]``, ``wi_0, wi_1 [E, H, I]``, ``wo [E, I, H]``; with biases also ``wi_0_bias,
     wi_1_bias [E, I]``, ``wo_bias [E, H]``; with shared experts, side by side in matrices of width ``S``, ``shared_wi_0,
-    shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``.
+    shared_wi_1 [H, S]``, ``shared_wo [S, H]`` and perhaps ``shared_gate/kernel [H, 1]``; with a router's bias also
+    ``gate/bias [E]``.
+
+    The router's bias is part of its logits, ``x @ gate/kernel + gate/bias``: of choice, weights and losses. It is
+    trained, unlike ``expert_bias``, which only steers the choice.
 
     Shared experts are a SwiGLU on every token, added to what its experts give, with a gate times
     ``sigmoid(x @ shared_gate)``. They are computed outside the ``shard_map``; ``activation`` and
-    ``activation_limit`` are not for them.
+    ``activation_limit`` are not for them, but ``shared_activation_limit`` is.
 
     Where the mesh does not divide ``E``, the first dimension of the experts' weights (and biases) is
     ``padded_experts``, with zeros in the padding. The router, ``expert_bias``, load and losses keep ``E``: no token can
@@ -119,19 +130,32 @@ class Settings:
       group_topk: groups that a token may choose from.
       norm_topk_prob: scale a token's ``K`` weights to sum to 1.
       routed_scaling_factor: multiplies the weights after that.
-      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no.
+      apply_router_weight_on_input: multiply what goes into a token's expert by its weight, instead of what comes out
+        (Llama-4): ``sum_k f_e(w[k] * x)`` with ``e = ids[k]``. The product is rounded to ``dtype``. For the kernels
+        every slot is then a token with one expert, so ``x`` takes ``K`` times the room in them.
+      router_bias: whether the router's logits have a bias (gpt-oss).
+      expert_bias: whether to have a bias that steers the choice of experts but not their weights; ``None`` is no. It
+        is made in f32, whatever ``param_dtype``, and computed with in f32, whatever it was cast to.
       expert_bias_update_rate: step of ``MoEOutput.expert_bias_update``.
-      aux_loss_coeff: factor of the load-balancing loss.
+      aux_loss_coeff: factor of the load-balancing loss, a Python number, like all factors here. For a schedule give 1.0
+        and multiply ``out.aux_loss``.
       seq_aux: take that loss of each sequence, the last of the leading dimensions of ``x``, instead of the batch.
       z_loss_coeff: factor of the router z-loss.
       num_shared_experts: experts that every token goes to.
       shared_intermediate_size: width of one shared expert; ``None`` takes ``intermediate_size``.
-      shared_expert_gate: multiply what shared experts give by a sigmoid gate (Qwen3.5).
+      shared_expert_gate: multiply what shared experts give by a sigmoid gate (Qwen2-MoE, Qwen3.5).
+      shared_activation_limit: clamp gate and up of the shared experts as ``activation_limit`` does in the others
+        (DeepSeek-V4, with the same limit).
       use_bias: whether the routed experts' products have biases (gpt-oss).
       activation: of the experts, see :func:`mok_jax.moe`.
       activation_limit: of the experts, see :func:`mok_jax.moe`.
       dtype: what the experts compute and return; ``None`` takes the input's.
       param_dtype: of all parameters.
+      kernel_init: ``(key, shape, dtype) -> array`` of all kernels, the router's, the experts' and the shared experts';
+        ``None`` is LeCun normal. It makes one expert at a time, from a key and as a matrix ``[in, out]`` of its own, so
+        that initialisers which scale by the fan see that of an expert; padding stays zero. An array is expected, not a
+        box with axes (``nn.with_partitioning``): those are the layer's. One of your own is best made once, since
+        layers of different functions are different to ``jit``.
       mesh: the devices to run on, all its axes; ``None`` for one device.
       expert_axis: the mesh axis, or axes, that the experts are split over; tokens are split over all axes.
       config: tuning of the kernels, see :class:`mok_jax.MoKConfig`.
@@ -141,8 +165,9 @@ class Settings:
       ValueError: a number is too small, the expert axis is larger than ``E``, ``K > E``, groups do not divide ``E`` or
         hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
         has no such axis, or axes of several types.
-      TypeError: ``expert_bias`` is no bool, ``dtype`` or ``param_dtype`` neither bfloat16 nor float32,
-        ``activation_limit`` no number, or ``config`` no ``MoKConfig``.
+      TypeError: ``expert_bias`` is no bool, a factor no Python number, ``kernel_init`` no function, ``dtype`` or
+        ``param_dtype`` neither bfloat16 nor float32, ``activation_limit`` or ``shared_activation_limit`` no number, or
+        ``config`` no ``MoKConfig``.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -160,6 +185,8 @@ class Settings:
     group_topk: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    apply_router_weight_on_input: bool = False
+    router_bias: bool = False
     expert_bias: bool | None = None
     expert_bias_update_rate: float = 0.001
     aux_loss_coeff: float = 0.0
@@ -168,11 +195,13 @@ class Settings:
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    shared_activation_limit: float | None = None
     use_bias: bool = False
     activation: Activation = "swiglu"
     activation_limit: float | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+    kernel_init: Callable[..., jax.Array] | None = None
     mesh: Mesh | None = None
     expert_axis: str | tuple[str, ...] = sharding.EXPERT_AXIS
     config: MoKConfig | None = None
@@ -192,6 +221,8 @@ class Settings:
             self._refuse_without_shared_experts(f"shared_intermediate_size={self.shared_intermediate_size}")
         if self.num_shared_experts < 1 and self.shared_expert_gate:
             self._refuse_without_shared_experts("shared_expert_gate=True")
+        if self.num_shared_experts < 1 and self.shared_activation_limit is not None:
+            self._refuse_without_shared_experts(f"shared_activation_limit={self.shared_activation_limit}")
         if self.expert_bias is not None and not isinstance(self.expert_bias, bool):
             raise TypeError(
                 f"expert_bias is {self.expert_bias!r}; it must be True, False or None. "
@@ -200,10 +231,26 @@ class Settings:
         for name, dtype in (("dtype", self.dtype), ("param_dtype", self.param_dtype)):
             if dtype is not None and (dtype := jnp.dtype(dtype)) not in (jnp.bfloat16, jnp.float32, jnp.float64):
                 raise TypeError(f"{name} is {dtype}; it must be bfloat16 or float32.")
+        for name, out in (
+            ("aux_loss_coeff", "aux_loss"),
+            ("z_loss_coeff", "z_loss"),
+            ("expert_bias_update_rate", "expert_bias_update"),
+        ):
+            if not isinstance(value := getattr(self, name), numbers.Real):
+                raise TypeError(
+                    f"{name} is {value!r}; it must be a Python number, such as 0.01. For one that is traced or of "
+                    f"a schedule, give 1.0 and multiply out.{out} by it."
+                )
+        if self.kernel_init is not None and not callable(self.kernel_init):
+            raise TypeError(
+                f"kernel_init is {self.kernel_init!r}; it must be None or a function (key, shape, dtype) -> array, "
+                "such as jax.nn.initializers.normal(0.02)."
+            )
         routing.check_experts_per_token(self.num_experts_per_tok, self.num_experts)
         routing.check_groups(self.num_groups, self.group_topk, self.num_experts, self.num_experts_per_tok)
         routing.check_score_function(self.score_function, self.softmax_after_topk)
         checks.check_expert_step(self.activation, self.activation_limit, self.config or MoKConfig())
+        checks.check_activation_limit("shared_activation_limit", self.shared_activation_limit)
         if self.implementation is not None:
             require_choice("implementation", self.implementation, get_args(Implementation))
         if self.mesh is not None and len(set(self.mesh.axis_types)) > 1:
@@ -223,6 +270,10 @@ class Settings:
             "the nearest with shared experts is num_shared_experts=1."
         )
 
+    def split(self) -> splitting.Split | None:
+        """How tokens are split over devices where the layer is called."""
+        return splitting.split_over(self.mesh, self.expert_axis)
+
     @property
     def _expert_parallelism(self) -> int:
         return 1 if self.mesh is None else sharding.axis_size(self.mesh, self.expert_axis)
@@ -236,7 +287,10 @@ class Settings:
         """The layer's parameters, without ``expert_bias``, which no optimizer moves; the order is that of keys."""
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.padded_experts
         dense = jax.nn.initializers.lecun_normal()
-        each = self._without_padding(jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,)))
+        each = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        if self.kernel_init is not None:
+            dense, each = _arrays_of(self.kernel_init), _for_each_expert(_arrays_of(self.kernel_init))
+        each = self._without_padding(each)
         # Not "exp" on the gate's second axis: every rank routes its own tokens over all experts.
         table = {
             "gate": Parameter((hidden, self.num_experts), ("embed", None), dense),
@@ -260,7 +314,26 @@ class Settings:
                 "wi_1_bias": Parameter((experts, inner), ("exp", "mlp"), zeros),
                 "wo_bias": Parameter((experts, hidden), ("exp", "embed"), zeros),
             }
+        if self.router_bias:
+            table[GATE_BIAS] = Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
         return table
+
+    def flops(self, tokens: int, direction: Direction = "forward") -> int:
+        """Floating-point operations of all products for ``tokens``: router, experts, shared experts, last bias.
+
+        Of the whole layer, over all devices; see :func:`mok_jax.flops`, also for ``direction``.
+
+        Example:
+          >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).flops(tokens=1)
+          1600
+        """
+        shared = self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
+        columns = self.num_experts * (2 if self.use_bias else 1) + self.shared_expert_gate
+        return (
+            flops(tokens * self.num_experts_per_tok, self.hidden_size, self.intermediate_size, direction)
+            + flops(tokens, self.hidden_size, shared, direction)
+            + product_flops(tokens, self.hidden_size, columns, direction)
+        )
 
     def _without_padding(self, init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """``init`` for arrays of the experts, with zeros in the padding: seeds mean the same on every mesh."""
@@ -276,16 +349,60 @@ class Settings:
         return Parameter((self.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def axis_rules(self) -> tuple[tuple[str, Any], ...]:
-        """From logical axes to axes of the mesh: the caller's rules where there are any, else the package's.
+        """From logical axes to axes of the mesh, in order of precedence.
 
-        Of several rules for one axis the last counts, as in Flax's own parameters with metadata.
+        These are the caller's (``flax.linen.logical_axis_rules``), then the package's for axes that no such rule names.
         """
-        assert self.mesh is not None
+        theirs = tuple(spmd.get_logical_axis_rules() or ())
+        if self.mesh is None:
+            return theirs
+        named = {name for name, _ in theirs}
         ours = sharding.logical_axis_rules(self.mesh, self.expert_axis)
-        return tuple((dict(ours) | dict(spmd.get_logical_axis_rules())).items())
+        return theirs + tuple(rule for rule in ours if rule[0] not in named)
+
+    def partition_spec(self, axes: tuple[str | None, ...]) -> P:
+        """The axes of the mesh for a parameter's logical ``axes``, as Linen reads rules.
+
+        Of several rules for an axis the first counts whose mesh axes are still free in this parameter; where none is,
+        the dimension is whole.
+        """
+        spec = logical_to_mesh_axes(axes, self.axis_rules())
+        assert spec is not None
+        return spec
 
 
-def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None = None) -> MoEOutput:
+def _arrays_of(kernel_init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``kernel_init``, with a refusal of what would not be noticed until much later."""
+
+    def checked(key, shape, dtype):
+        kernel = kernel_init(key, shape, dtype)
+        if not isinstance(kernel, jax.Array) or kernel.shape != shape:
+            what = f"{type(kernel).__name__} of shape {getattr(kernel, 'shape', None)}"
+            raise TypeError(
+                f"kernel_init returns a {what}; it must return an array of shape {shape}, and no box: the layer "
+                "names its axes, and they are laid out by flax.core.spmd.logical_axis_rules."
+            )
+        return kernel
+
+    return checked
+
+
+def _for_each_expert(init: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``init`` of a matrix as one of ``[E, in, out]``, each expert with a key of its own."""
+
+    def stacked(key, shape, dtype):
+        return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
+
+    return stacked
+
+
+def forward(
+    settings: Settings,
+    weights: Weights,
+    x: jax.Array,
+    token_mask: jax.Array | None = None,
+    expert_ids: jax.Array | None = None,
+) -> MoEOutput:
     """Routes every token to its experts and sums their outputs.
 
     Tokens are split over all axes of the mesh, whatever axes they come replicated over. The output lies along the mesh
@@ -298,13 +415,18 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
       x: ``[..., H]``, any number of leading dimensions and any sharding over the layer's mesh, or not yet on a device.
       token_mask: bool ``[...]``, ``True`` for real tokens. Padding is excluded from routing, losses and load,
         whatever is in its rows of ``x``; its output and its gradient are 0.
+      expert_ids: int32 ``[..., K]``, each token's experts, where the router is not to choose them: hash routing is
+        ``table[token]``. Their weights stay the router's; weights, losses and load are as if it had chosen so. An id of
+        -1 is no expert and counts in nothing; any other outside ``[0, E)`` makes its token's output NaN.
 
     Returns:
       A :class:`MoEOutput`.
 
     Raises:
-      ValueError: ``x`` has another ``H`` than the layer, or ``token_mask`` another shape than the tokens, or the
-        layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside ``jax.set_mesh``.
+      ValueError: ``x`` has another ``H`` than the layer, a weight another shape, ``token_mask`` or ``expert_ids``
+        another than the tokens, or the layer's mesh has explicit axes (those of a plain ``jax.make_mesh``) outside
+        ``jax.set_mesh``.
+      TypeError: ``expert_ids`` is not int32.
 
     Example:
       >>> settings = Settings(8, 16, num_experts=4, num_experts_per_tok=2)
@@ -316,9 +438,35 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
         raise ValueError(f"x has shape {x.shape}; expected [..., hidden_size={settings.hidden_size}].")
     if token_mask is not None and token_mask.shape != x.shape[:-1]:
         raise ValueError(f"token_mask has shape {token_mask.shape}; expected {x.shape[:-1]}, one per token.")
+    routing.check_expert_ids(expert_ids, x.shape[:-1], settings.num_experts_per_tok)
+    _check_weights(settings, weights)
+    splitting.check_types(array for array in (x, *weights) if isinstance(array, jax.Array))
+    out = _compiled(settings, weights, x, token_mask, expert_ids)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
+        out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
+    return out
+
+
+def _check_weights(settings: Settings, weights: Weights) -> None:
+    """Here, while shapes are those of whole arrays, and not of a device's share."""
+    for name, (shape, _, _) in settings.parameters().items():
+        there = getattr(weights, name).shape
+        if there != shape:
+            padding = settings.padded_experts - settings.num_experts
+            hint = (
+                f" of {settings.num_experts} experts and {padding} of zeros"
+                if padding and shape[1:] == there[1:]
+                else ""
+            )
+            raise ValueError(f"{name} has shape {there}; expected {shape}{hint}.")
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _compiled(settings: Settings, weights: Weights, x: jax.Array, token_mask, expert_ids) -> MoEOutput:
+    """One program where the layer is called eagerly, compiled once; part of the caller's where it is traced."""
     compute = functools.partial(_forward, settings)
-    mesh = settings.mesh
-    if mesh is not None and _has_explicit_axes(mesh):
+    explicit = splitting.explicit_axes(settings.mesh)
+    if explicit:
         # Flattened tokens have no sharding that an explicit mesh can write down; inside, XLA keeps track of it.
         like_x: Any = jax.typeof(x).sharding.spec
         whole: Any = P()
@@ -329,25 +477,26 @@ def forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.
             expert_load=whole,
             expert_bias_update=None if weights.expert_bias is None else whole,
         )
-        compute = jax.sharding.auto_axes(compute, axes=mesh.axis_names, out_sharding=specs)
-    out = compute(weights, x, token_mask)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
-        out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
-    return out
+        compute = jax.sharding.auto_axes(compute, axes=explicit, out_sharding=specs)
+    return compute(weights, x, token_mask, expert_ids)
 
 
-def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None) -> MoEOutput:
+def _forward(
+    settings: Settings, weights: Weights, x: jax.Array, token_mask: jax.Array | None, expert_ids: jax.Array | None
+) -> MoEOutput:
     mask = None if token_mask is None else token_mask.reshape(-1)
     # Zeroed before the router: NaN in padding would reach the gradient of its kernel as NaN * 0.
     tokens = routing.mask_rows(x.reshape(-1, settings.hidden_size), mask)
-    logits = _router_logits(tokens, weights.gate)
-    routed = _route(settings, logits, mask, weights.expert_bias)
+    logits = _router_logits(tokens, weights.gate, weights.gate_bias)
+    given_ids = None if expert_ids is None else expert_ids.reshape(-1, settings.num_experts_per_tok)
+    routed = _route(settings, logits, mask, given_ids, weights.expert_bias)
     tokens = tokens.astype(settings.dtype or x.dtype)
     output = _experts(settings, weights, tokens, routed)
+    wide = accumulator_dtype(tokens.dtype)
     if weights.wo_bias is not None:
-        output = output + _last_bias(settings, weights.wo_bias, routed)
+        output = output.astype(wide) + _last_bias(settings, weights.wo_bias, routed).astype(wide)
     if weights.shared_wo is not None:
-        output = output + _shared_experts(settings, weights, tokens)
+        output = output.astype(wide) + _shared_experts(settings, weights, tokens).astype(wide)
     load = routing.expert_load(routed.expert_ids, settings.num_experts)
     update = None
     if weights.expert_bias is not None:
@@ -361,10 +510,10 @@ def _forward(settings: Settings, weights: Weights, x: jax.Array, token_mask: jax
     )
 
 
-def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.Routing:
+def _route(settings: Settings, logits: jax.Array, mask, expert_ids, expert_bias) -> routing.Routing:
     """Each token's experts, chosen by the device that has the token."""
 
-    def choose(logits, mask, expert_bias):
+    def choose(logits, mask, expert_ids, expert_bias):
         return routing.top_k_routing(
             logits,
             settings.num_experts_per_tok,
@@ -376,10 +525,11 @@ def _route(settings: Settings, logits: jax.Array, mask, expert_bias) -> routing.
             expert_bias=expert_bias,
             num_groups=settings.num_groups,
             group_topk=settings.group_topk,
+            expert_ids=expert_ids,
         )
 
     # Said here: of a top_k over the batch, XLA's partitioner gathers everybody's scores on every device.
-    return _over_tokens(settings.mesh, choose, (logits, mask), (expert_bias,), P())
+    return splitting.map_shares(settings.split(), choose, (logits, mask, expert_ids), (expert_bias,), P())
 
 
 def _scaled(coefficient: float, loss: Callable[[], jax.Array]) -> jax.Array:
@@ -400,14 +550,15 @@ def _load_balance_loss(settings: Settings, routed: routing.Routing, mask, leadin
 
 
 def _shared_experts(settings: Settings, weights: Weights, tokens: jax.Array) -> jax.Array:
-    """``(silu(x @ wi_0) * (x @ wi_1)) @ wo``, gated, over all axes of the mesh: ``[N, H]``, not yet rounded."""
-    rows = _over_all_axes(settings.mesh, tokens)
+    """``(silu(x @ wi_0) * (x @ wi_1)) @ wo``, clamped and gated, over all axes of the mesh: ``[N, H]``, not rounded."""
+    rows = splitting.share(settings.split(), tokens)
 
     def wide(lhs, weight):
         return jnp.dot(lhs, weight.astype(lhs.dtype), preferred_element_type=accumulator_dtype(lhs.dtype))
 
-    hidden = swiglu(wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1)).astype(tokens.dtype)
-    output = wide(hidden, weights.shared_wo)
+    gate, up = wide(rows, weights.shared_wi_0), wide(rows, weights.shared_wi_1)
+    hidden = activate("swiglu", gate, up, settings.shared_activation_limit)
+    output = wide(hidden.astype(tokens.dtype), weights.shared_wo)
     if weights.shared_gate is not None:
         output *= jax.nn.sigmoid(_router_logits(rows, weights.shared_gate))
     return output[: tokens.shape[0]]
@@ -417,9 +568,10 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
     """The expert step: ``[N, H] -> [N, H]``, over the mesh if there is one."""
     if tokens.shape[0] == 0:
         return tokens
+    split = settings.split()
     step: Callable[..., jax.Array] = functools.partial(
         mok_jax.moe,
-        axis_name=None if _of_several(settings.mesh) is None else settings.expert_axis,
+        axis_name=None if split is None else settings.expert_axis,
         activation=settings.activation,
         activation_limit=settings.activation_limit,
         config=settings.config or MoKConfig(),
@@ -430,8 +582,10 @@ def _experts(settings: Settings, weights: Weights, tokens: jax.Array, routed: ro
         # Rematerialised, so that weights with a row more are not kept from the forward to the backward.
         step = jax.checkpoint(functools.partial(_with_first_biases, step), policy=mok_jax.remat_policy)
         experts += [weights.wi_0_bias, weights.wi_1_bias]
+    if settings.apply_router_weight_on_input:
+        step = functools.partial(_with_weighted_inputs, step)
     rows = tokens, routed.expert_ids, routed.expert_weights
-    return _over_tokens(settings.mesh, step, rows, experts, P(settings.expert_axis))
+    return splitting.map_shares(split, step, rows, experts, P(settings.expert_axis))
 
 
 def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, wi_0_bias, wi_1_bias) -> jax.Array:
@@ -453,76 +607,30 @@ def _with_first_biases(moe, tokens, expert_ids, expert_weights, wi_0, wi_1, wo, 
     return output[:, : tokens.shape[1]]
 
 
+def _with_weighted_inputs(moe, tokens, expert_ids, expert_weights, *experts) -> jax.Array:
+    """``sum_k f(w[t, k] * x[t])`` in place of ``sum_k w[t, k] * f(x[t])``, ``f`` being expert ``ids[t, k]``."""
+    wide = accumulator_dtype(tokens.dtype)
+    slots = tokens.astype(wide)[:, None, :] * expert_weights.astype(wide)[:, :, None]
+    ids, ones = expert_ids.reshape(-1, 1), jnp.ones((expert_ids.size, 1), expert_weights.dtype)
+    outputs = moe(slots.reshape(-1, slots.shape[-1]).astype(tokens.dtype), ids, ones, *experts)
+    return outputs.reshape(slots.shape).astype(wide).sum(axis=1).astype(tokens.dtype)
+
+
 def _last_bias(settings: Settings, wo_bias: jax.Array, routed: routing.Routing) -> jax.Array:
-    """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``."""
+    """``sum_k w[t, k] * wo_bias[ids[t, k]]``, f32 ``[N, H]``; without ``w`` where that is on the experts' inputs."""
+    weights = routed.expert_weights
+    if settings.apply_router_weight_on_input:
+        weights = jnp.ones_like(weights)
     # As a product, not a gather, whose gradient would be a scatter-add: those add in any order on a GPU.
-    chosen = routed.expert_ids[..., None] == jnp.arange(wo_bias.shape[0])
-    dense = jnp.sum(jnp.where(chosen, routed.expert_weights[..., None], 0), axis=1)
-    rows = _over_all_axes(settings.mesh, dense)
+    chosen = jax.nn.one_hot(routed.expert_ids, wo_bias.shape[0], dtype=bool)
+    dense = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+    rows = splitting.share(settings.split(), dense)
     output = jnp.dot(rows, wo_bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     return output[: dense.shape[0]]
 
 
-def _router_logits(tokens: jax.Array, gate: jax.Array) -> jax.Array:
-    """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype."""
+def _router_logits(tokens: jax.Array, gate: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``[N, H], [H, E] -> f32 [N, E]``, in f32 whatever the layer's dtype; with ``bias [E]``, if any."""
     # HIGHEST: a GPU's default for f32 is TF32, whose error is enough to choose other experts.
-    return jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-
-
-def _over_tokens[T](
-    mesh: Mesh | None,
-    step: Callable[..., T],
-    rows: tuple[jax.Array | None, ...],
-    others: Sequence[jax.Array | None],
-    along: P,
-) -> T:
-    """``step(*rows, *others)`` of each device's share of ``rows [N, ...]``; ``others`` lie ``along`` axes of it."""
-    mesh = _of_several(mesh)
-    if mesh is None:
-        return step(*rows, *others)
-    by_token = P(mesh.axis_names)
-    in_specs = (by_token,) * len(rows) + (along,) * len(others)
-    step = jax.shard_map(step, mesh=_with_auto_axes(mesh), in_specs=in_specs, out_specs=by_token)
-    results = step(*jax.tree.map(functools.partial(_pad_tokens, mesh), rows), *others)
-    tokens = jax.tree.leaves(rows)[0].shape[0]
-    return jax.tree.map(lambda a: a[:tokens], results)
-
-
-def _over_all_axes(mesh: Mesh | None, rows: jax.Array) -> jax.Array:
-    """``rows [N, ...]``, padded to what the mesh can share, each device having its share of them."""
-    mesh = _of_several(mesh)
-    if mesh is None:
-        return rows
-    # Said here, padding included: of tokens that the mesh does not divide, XLA would compute some on every device.
-    by_token = NamedSharding(_with_auto_axes(mesh), P(mesh.axis_names))
-    return jax.lax.with_sharding_constraint(_pad_tokens(mesh, rows), by_token)
-
-
-def _pad_tokens(mesh: Mesh, rows: jax.Array) -> jax.Array:
-    """``rows [N, ...]`` with as many more as the mesh needs to share them evenly: zeros, or ids of no expert."""
-    padding = [(0, -rows.shape[0] % mesh.size)] + [(0, 0)] * (rows.ndim - 1)
-    return jnp.pad(rows, padding, constant_values=-1 if jnp.issubdtype(rows.dtype, jnp.integer) else 0)
-
-
-def _of_several(mesh: Mesh | None) -> Mesh | None:
-    """The mesh, or None where there is nothing to split."""
-    return None if mesh is None or mesh.size == 1 else mesh
-
-
-def _has_explicit_axes(mesh: Mesh) -> bool:
-    """Whether shardings are part of the types where the caller is; raises ValueError where they would have to be."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return False
-    here = jax.sharding.get_abstract_mesh()
-    if here.empty:
-        raise ValueError(
-            f"mesh has explicit axes {mesh.axis_names}: call the layer inside `with jax.set_mesh(mesh)`, "
-            "or use a mesh with automatic axes, such as mok_jax.sharding.make_mesh makes."
-        )
-    return AxisType.Explicit in here.axis_types
-
-
-def _with_auto_axes(mesh: Mesh) -> Mesh:
-    if mesh.are_all_axes_auto:
-        return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    logits = jnp.dot(tokens.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return logits if bias is None else logits + bias.astype(jnp.float32)[None]

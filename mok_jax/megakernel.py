@@ -1,7 +1,5 @@
-"""The fused implementation: one JAX primitive, and one FFI call, per direction.
+"""The fused implementation: a ``custom_vjp`` around one JAX primitive, and one FFI call, per direction.
 
-``moe`` is differentiable through a ``custom_jvp`` whose derivative is a third, linear primitive that cannot run, only
-be transposed. (A ``custom_vjp`` would do as well, but forward mode would end in a text of JAX's that names no remedy.)
 Primitives of our own, rather than ``jax.ffi.ffi_call``, for three reasons: abstract rules type results as varying over
 the axes that the operands vary over, which gradients under ``shard_map`` need; lowering rules can see how the program
 is sharded, and refuse what would be silently wrong; batching and differentiation rules say what cannot be done.
@@ -18,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
-from mok_jax import checks, native
+from mok_jax import native, support
 from mok_jax.activation import ACTIVATIONS, Activation
 from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig, Save
 from mok_jax.reference import vary_alike
@@ -114,7 +111,8 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation,
     shape = ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0]
     call = make_call(*shape, activation, activation_limit, config)
     operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
-    y, expert_rows, bad_tokens = _moe(call, axis_name, coordinates(axis_name), *operands)
+    varied = vary_alike(*operands, axis_name=axis_name)
+    y, expert_rows, bad_tokens = _moe(call, coordinates(axis_name), operands, *varied)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
 
 
@@ -123,7 +121,6 @@ def make_call(ranks, tokens, top_k, local_experts, activation, activation_limit,
     bounds = {"ranks": ranks, "tokens": tokens, "top_k": top_k, "local_experts": local_experts}
     library = native.library()
     max_rows = library.max_rows(**bounds)
-    checks.check_max_rows(max_rows, **bounds)
     ring_rows = min(max_rows, config.ring_rows or library.default_ring_rows(**bounds))
     workspace_bytes = library.workspace_bytes(**bounds, ring_rows=ring_rows)
     return Call(ranks, ring_rows, max_rows, workspace_bytes, activation, activation_limit, config)
@@ -139,28 +136,39 @@ def coordinates(axis_name):
     return jnp.stack([jax.lax.axis_index(axes), group]).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _moe(call, axis_name, where, *operands):
-    y, _, expert_rows, bad_tokens, *_ = _bind_forward(call, where, *vary_alike(*operands, axis_name=axis_name))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moe(call, where, kept, *operands):
+    """``operands`` vary alike; ``kept`` are the same as they came, of which the backward's residuals are."""
+    del kept
+    y, _, expert_rows, bad_tokens, *_ = _bind_forward(call, where, *operands)
     return y, expert_rows, bad_tokens
 
 
-@functools.partial(_moe.defjvp, symbolic_zeros=True)
-def _moe_derivative(call, axis_name, primals, tangents):
-    """The forward that saves, and the derivative as one linear operation of which only the transpose can run.
+def _moe_forward(call, where, kept, *operands):
+    """The forward that saves. Residuals are the operands as they came, and what ``call.save`` names.
 
-    Its residuals are the operands as they came: cast to vary like the others, weights that are replicated over a data
-    axis would no longer be the arrays that a scan over layers already holds, and it would keep a second copy of all.
+    Cast to vary like the others, weights that are replicated over a data axis would no longer be the arrays that a
+    scan over layers already holds, and it would keep a second copy of all.
     """
-    where, *operands = primals
-    varied = vary_alike(*operands, axis_name=axis_name)
     call = dataclasses.replace(call, differentiated=True)
-    y, row_table, expert_rows, bad_tokens, pre_activations, rows, *_ = _bind_forward(call, where, *varied)
+    y, row_table, expert_rows, bad_tokens, pre_activations, rows, *_ = _bind_forward(call, where, *operands)
     saved = checkpoint_name((row_table, expert_rows, *what_is_kept(call, pre_activations, rows)), RESIDUALS_NAME)
     y = checkpoint_name(y, OUTPUT_NAME)
-    _, *tangents = vary_alike(y, *(_instantiate(t) for i, t in enumerate(tangents) if i not in (0, 2)), axis_name=None)
-    dy = tangent_p.bind(where, *operands, *saved, *tangents, call=call)
-    return (y, expert_rows, bad_tokens), (dy, *map(SymbolicZero.from_primal_value, (expert_rows, bad_tokens)))
+    return (y, expert_rows, bad_tokens), (where, kept, saved)
+
+
+def _moe_backward(call, residuals, cotangents):
+    where, kept, saved = residuals
+    dy, x, expert_ids, expert_weights, *weights = vary_alike(cotangents[0], *kept, axis_name=None)
+    grad_dtype = weight_grad_dtype(x, weights[0])
+    call = dataclasses.replace(call, differentiated=True, weight_grad_dtype=grad_dtype)
+    rounded = [w.astype(x.dtype) for w in weights]
+    results = backward_p.bind(x, expert_ids, expert_weights, *rounded, where, dy, *saved, call=call)
+    dx, d_expert_weights, *d_weights = results[:5]
+    return None, None, dx, None, d_expert_weights, *(d.astype(weights[0].dtype) for d in d_weights)
+
+
+_moe.defvjp(_moe_forward, _moe_backward)
 
 
 def what_is_kept(call, pre_activations, rows):
@@ -177,24 +185,6 @@ def weight_grad_dtype(x, weight):
     return np.dtype(np.float32) if weight.dtype == np.float32 else np.dtype(x.dtype)
 
 
-def _instantiate(tangent):
-    return jnp.zeros(tangent.shape, tangent.dtype) if isinstance(tangent, SymbolicZero) else tangent
-
-
-def _transpose_tangent(dy, where, *others, call):
-    """From ``dy`` to the gradients in the tangents, the last five operands of ``tangent_p``."""
-    operands, saved, tangents = others[:6], others[6:-5], others[-5:]
-    if type(dy) is ad.Zero:
-        return [None] * (1 + len(others))
-    _, x, expert_ids, expert_weights, *weights = vary_alike(dy, *operands, axis_name=None)
-    call = dataclasses.replace(call, weight_grad_dtype=weight_grad_dtype(x, weights[0]))
-    rounded = [w.astype(x.dtype) for w in weights]
-    results = backward_p.bind(x, expert_ids, expert_weights, *rounded, where, dy, *saved, call=call)
-    gradients = [*results[:2], *(d.astype(weights[0].dtype) for d in results[2:5])]
-    wanted = (g if ad.is_undefined_primal(t) else None for g, t in zip(gradients, tangents, strict=True))
-    return [None] * (1 + len(operands) + len(saved)) + list(wanted)
-
-
 def _bind_forward(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo):
     weights = [w.astype(x.dtype) for w in (wi_0, wi_1, wo)]
     return forward_p.bind(x, expert_ids, expert_weights, *weights, where, call=call)
@@ -203,15 +193,15 @@ def _bind_forward(call, where, x, expert_ids, expert_weights, wi_0, wi_1, wo):
 def _forward_results(call, x, wi_0):
     """Shapes and dtypes of the forward's results: what the handlers in ``csrc/xla`` fill, in their order."""
     (_, hidden), (experts, _, intermediate), n = x.shape, wi_0.shape, call.virtual_ranks
-    ring = n * call.ring_rows
+    ring, bits = n * call.ring_rows, _bits(x.dtype)
     return [
         (x.shape, x.dtype),  # y
         ((n * call.max_rows, 2), np.int32),  # row table
         ((experts,), np.int32),  # rows per expert
         ((n,) if n > 1 else (), np.int32),  # bad tokens
-        ((ring if call.save != "nothing" else 0, _pre_activation_width(intermediate)), x.dtype),
-        ((ring, hidden), x.dtype),  # rows
-        ((ring, intermediate), x.dtype),  # hidden activations
+        ((ring if call.save != "nothing" else 0, _pre_activation_width(intermediate)), bits),
+        ((ring, hidden), bits),  # rows
+        ((ring, intermediate), bits),  # hidden activations
         ((n * call.workspace_bytes,), np.uint8),
     ]
 
@@ -223,22 +213,31 @@ def _backward_results(call, x, expert_weights, wi_0, wo):
     pulled = ring if overflow or call.save != "pre_activations_and_rows" else 0
     replayed = ring if overflow or call.save == "nothing" else 0
     straddle = n * _padded_to_tiles(hidden, intermediate) if overflow else 0
+    bits, wide = _bits(x.dtype), _bits(np.float32)
     return [
         (x.shape, x.dtype),
         (expert_weights.shape, np.float32),
         (wi_0.shape, call.weight_grad_dtype),
         (wi_0.shape, call.weight_grad_dtype),
         (wo.shape, call.weight_grad_dtype),
-        ((pulled, hidden), x.dtype),  # rows of x
-        ((ring, hidden), x.dtype),  # rows of dy
-        ((replayed, _pre_activation_width(intermediate)), x.dtype),
-        ((ring, intermediate), x.dtype),  # hidden activations times router weight
-        ((ring, 2 * intermediate), x.dtype),  # gradients of gate and up
-        ((ring,), np.float32),  # router weights
-        ((ring, -(-intermediate // ROW_BLOCK)), np.float32),  # parts of the router gradient
-        ((straddle,), np.float32),  # accumulators of a straddling expert
+        ((pulled, hidden), bits),  # rows of x
+        ((ring, hidden), bits),  # rows of dy
+        ((replayed, _pre_activation_width(intermediate)), bits),
+        ((ring, intermediate), bits),  # hidden activations times router weight
+        ((ring, 2 * intermediate), bits),  # gradients of gate and up
+        ((ring,), wide),  # router weights
+        ((ring, -(-intermediate // ROW_BLOCK)), wide),  # parts of the router gradient
+        ((straddle,), wide),  # accumulators of a straddling expert
         ((n * call.workspace_bytes,), np.uint8),
     ]
+
+
+def _bits(dtype):
+    """Unsigned integers as wide as ``dtype``: the type of results that may hold bytes which nobody wrote.
+
+    JAX's debug modes look for NaN and infinity in floats, and would find what memory held before.
+    """
+    return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
 def _pre_activation_width(intermediate):
@@ -283,12 +282,14 @@ def _refuse_sharding(ctx, name):
             names = ", ".join(map(repr, context.mesh.axis_names))
             raise ValueError(
                 f"mok_jax.{name} inside a shard_map that is not manual over mesh axes {automatic}: its arguments would "
-                f"be gathered silently. Use shard_map over all axes, axis_names={{{names}}}"
+                f"be gathered silently. Use shard_map over all axes, axis_names={{{names}}}; or "
+                "mok_jax.nnx.MoE(mesh=...), which has one of its own"
             )
     elif context.num_devices > 1:
         raise ValueError(
             f"mok_jax.{name} outside jax.shard_map in a program for {context.num_devices} devices: its arguments would "
-            "be gathered silently. Call it inside jax.shard_map over all mesh axes, or use mok_jax.nnx.MoE(mesh=...)"
+            "be gathered silently. Call it inside jax.shard_map over all mesh axes, or give a Flax layer its mesh: "
+            "mok_jax.nnx.MoE(mesh=...)"
         )
 
 
@@ -299,17 +300,24 @@ def _complete_residuals(ctx, operands):
     """
     x, wi_0 = ctx.avals_in[0], ctx.avals_in[3]
     saved = len(operands) - 10
-    empty = [ShapedArray((0, width), x.dtype) for width in (_pre_activation_width(wi_0.shape[2]), x.shape[1])[saved:]]
+    widths = _pre_activation_width(wi_0.shape[2]), x.shape[1]
+    empty = [ShapedArray((0, width), _bits(x.dtype)) for width in widths[saved:]]
     constants = [mlir.ir_constant(np.zeros(aval.shape, aval.dtype)) for aval in empty]
     return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]
 
 
+def _check_place(ctx, platform, call):
+    """Raises what the platform that is lowered for refuses, and the program's devices where they are known."""
+    place = support.place_of_program(ctx.module_context, platform)
+    support.check(place, ctx.avals_in[0], ctx.avals_in[3], call.ranks // call.virtual_ranks, call.activation)
+
+
 def _lower(target, platform, ctx, *operands, call):
     _refuse_sharding(ctx, "moe")
+    _check_place(ctx, platform, call)
     if platform == "cpu":
         native.register_cpu_targets()
     else:
-        checks.check_gpu(ctx.avals_in[0], ctx.avals_in[3], call.activation, call.ranks // call.virtual_ranks)
         native.register_cuda_targets()
     if target == "mok_backward":
         ctx, operands = _complete_residuals(ctx, operands)
@@ -317,23 +325,19 @@ def _lower(target, platform, ctx, *operands, call):
 
 
 def _lower_elsewhere(ctx, *operands, call):
-    raise NotImplementedError(
-        f'implementation="megakernel" has no kernel for platform {ctx.module_context.platforms[0]!r}; '
-        'use implementation="xla" there, or None to choose what the platform has'
-    )
+    _check_place(ctx, (ctx.platforms or ctx.module_context.platforms)[0], call)
 
 
 def _refuse_vmap(*_, **__):
     raise NotImplementedError(
         "mok_jax.moe does not support jax.vmap: a call already takes all tokens of its rank. Reshape leading dimensions"
-        ' into the token dimension of x, or use implementation="reference"'
+        ' into the token dimension of x (a Flax layer takes any), or use implementation="reference"'
     )
 
 
 def _refuse_derivative(*_, **__):
     raise NotImplementedError(
-        "mok_jax.moe has first derivatives in reverse mode only; for forward mode or second derivatives use "
-        'implementation="reference"'
+        'mok_jax.moe has first derivatives in reverse mode only; for second derivatives use implementation="reference"'
     )
 
 
@@ -341,8 +345,7 @@ def _make_primitive(name, abstract_rule):
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract_rule)
-    compiled = jax.jit(primitive.bind, static_argnames="call")
-    primitive.def_impl(lambda *operands, call: compiled(*operands, call=call))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, functools.partial(_lower, name, platform), platform=platform)
     mlir.register_lowering(primitive, _lower_elsewhere)
@@ -351,20 +354,5 @@ def _make_primitive(name, abstract_rule):
     return primitive
 
 
-def _make_tangent_primitive():
-    """The derivative of ``moe``, linear in the last five operands; reverse mode transposes it before it would run."""
-    primitive = Primitive("mok_tangent")
-    primitive.def_abstract_eval(
-        lambda *operands, call: _like(operands[-5], [(operands[-5].shape, operands[-5].dtype)])[0]
-    )
-    primitive.def_impl(_refuse_derivative)
-    mlir.register_lowering(primitive, _refuse_derivative)
-    batching.primitive_batchers[primitive] = _refuse_vmap
-    ad.primitive_jvps[primitive] = _refuse_derivative
-    ad.primitive_transposes[primitive] = _transpose_tangent
-    return primitive
-
-
 forward_p = _make_primitive("mok_forward", _forward_abstract)
 backward_p = _make_primitive("mok_backward", _backward_abstract)
-tangent_p = _make_tangent_primitive()

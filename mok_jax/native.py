@@ -62,6 +62,15 @@ def _import_extension() -> ModuleType:
         return extension
 
 
+def missing() -> ImportError | None:
+    """Why there is no extension; ``None``: there is one."""
+    try:
+        library()
+    except ImportError as error:
+        return error
+    return None
+
+
 def register_ffi_targets() -> None:
     """Makes programs runnable that another process has exported; starts the backend.
 

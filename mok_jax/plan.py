@@ -1,29 +1,38 @@
 """``python -m mok_jax plan``: whether a published layer fits a cluster, and what it takes of every GPU.
 
-All sizes come from the functions that size a real call's buffers, given shapes instead of arrays, so a plan needs no
-GPU and starts no backend. It counts routed experts, their router and what one call of ``mok_jax.moe`` with bf16
-activations needs; shared experts, expert biases, attention and everything else of a model come on top. State is not
-split over the ``data`` axis.
+Sizes of the megakernel come from the functions that size a real call's buffers, given shapes instead of arrays, those
+of ``"xla"`` from a trace of it (:mod:`mok_jax.xla_bytes`), so a plan needs no GPU and starts no backend. It counts
+routed experts, their router and what one call of ``mok_jax.moe`` with bf16 activations needs; shared experts, expert
+biases, attention and everything else of a model come on top. State is not split over the ``data`` axis.
+
+A plan is of the implementation that ``mok_jax.moe`` would choose there. One that names an implementation which would
+be refused today says so, and counts its bytes all the same: for who plans ahead.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mok_jax import megakernel, sharding
+from mok_jax import checks, megakernel, sharding, support, xla_bytes
+from mok_jax.api import Implementation
 from mok_jax.config import SAVE_POLICIES, MoKConfig, Save, require_choice
 from mok_jax.zoo import LAYERS, Layer
 
 GIB = 2**30
 PARAM_DTYPES = ("float32", "bfloat16")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("megakernel", "xla")
+
+# Exit statuses of the command; 2 is argparse's.
+FITS, DOES_NOT_FIT, REFUSED_TODAY = 0, 1, 3
 
 # Of DeviceArena in csrc/cuda/workspace.h and ArenaLayout in csrc/moe/arena.h; a test compiles those and compares.
 _ARENA_HEADER_BYTES = 4096
@@ -41,8 +50,10 @@ class Request:
       expert_parallelism: GPUs that share one copy of the experts; ``None`` takes a whole domain.
       allow_idle: leave GPUs idle that fill no group.
       tokens_per_gpu: ``T``, in one step.
-      save: what the forward keeps for the backward, as in ``MoKConfig``.
-      ring_rows: as in ``MoKConfig``.
+      implementation: ``"megakernel"`` or ``"xla"``; ``None`` is what ``mok_jax.moe`` takes for None on those GPUs.
+      compute_capability: of the GPUs; Hopper's is 9.0.
+      save: what the megakernel's forward keeps for its backward, as in ``MoKConfig``.
+      ring_rows: of the megakernel, as in ``MoKConfig``.
       layers: Mixture-of-Experts layers of the model. Their state and residuals add up; temporaries and arena do not.
       param_dtype: of parameters and gradients.
       optimizer_bytes: per parameter; 8 are Adam's two float32 moments.
@@ -57,6 +68,8 @@ class Request:
     expert_parallelism: int | None = None
     allow_idle: bool = False
     tokens_per_gpu: int = 4096
+    implementation: Implementation | None = None
+    compute_capability: str = "9.0"
     save: Save = "pre_activations"
     ring_rows: int | None = None
     layers: int = 1
@@ -68,6 +81,10 @@ class Request:
 
     def __post_init__(self) -> None:
         require_choice("model", self.model, tuple(LAYERS))
+        if self.implementation is not None:
+            require_choice("implementation", self.implementation, IMPLEMENTATIONS)
+        if not re.fullmatch(r"\d+\.\d", self.compute_capability):
+            raise ValueError(f"compute_capability={self.compute_capability!r} must be two numbers, such as 9.0.")
         require_choice("save", self.save, SAVE_POLICIES)
         require_choice("param_dtype", self.param_dtype, PARAM_DTYPES)
         for name, least in (("gpus", 1), ("tokens_per_gpu", 1), ("layers", 1), ("optimizer_bytes", 0)):
@@ -118,12 +135,13 @@ class GpuBytes:
       gradients: of the same.
       optimizer: of the same.
       inputs: the layers' ``x``, expert ids and router weights, kept for the backward.
-      residuals: what ``save`` keeps, and the row tables.
-      arena: memory that peers read and write, as allocated; all layers share it.
-      forward_ring: ring buffers of the forward, residuals left out.
-      backward_ring: ring buffers and scratch of the backward.
+      residuals: what the layers' forwards keep for their backwards besides: of the megakernel row tables and what
+        ``save`` says, of ``"xla"`` what ``jax.lax.scan`` over layers keeps.
+      arena: memory that peers read and write, as allocated; all layers share it. Of the megakernel, like the next two.
       workspace: schedule and counters, of either direction.
-      weight_copy: the experts' weights rounded to bf16.
+      weight_copy: the experts' weights rounded to bf16; ``"xla"`` has them among its residuals.
+      forward_buffers: ring buffers of the forward, residuals left out; or what ``mok_jax.xla_bytes`` says of it.
+      backward_buffers: likewise of the backward.
       forward_activations: the forward's ``y``.
       backward_activations: ``dy``, ``dx`` and the gradient of router weights.
     """
@@ -134,10 +152,10 @@ class GpuBytes:
     inputs: int
     residuals: int
     arena: int
-    forward_ring: int
-    backward_ring: int
     workspace: int
     weight_copy: int
+    forward_buffers: int
+    backward_buffers: int
     forward_activations: int
     backward_activations: int
 
@@ -145,8 +163,8 @@ class GpuBytes:
     def peak(self) -> int:
         """The most that is needed at once: in the last layer's forward or backward, whichever takes more."""
         lasting = self.parameters + self.gradients + self.optimizer + self.inputs + self.residuals + self.arena
-        forward = self.forward_ring + self.forward_activations
-        backward = self.backward_ring + self.backward_activations
+        forward = self.forward_buffers + self.forward_activations
+        backward = self.backward_buffers + self.backward_activations
         return lasting + self.workspace + self.weight_copy + max(forward, backward)
 
 
@@ -157,23 +175,33 @@ class Plan:
     Attributes:
       request: what was asked.
       mesh: where GPUs and experts go.
+      implementation: that is planned for.
+      why_not_megakernel: why it would not run there, or ``None``.
       bytes: of one GPU.
-      ring_rows: rows that the ring holds.
-      max_rows: rows that can arrive at one GPU at most.
-      communication_over_compute: time on NVLink over time of the products, in a forward.
+      ring_rows: rows that the megakernel's ring holds; ``None`` of ``"xla"``.
+      max_rows: rows that can arrive at one GPU at most; of ``"xla"``, that always do.
+      communication_over_compute: time on NVLink over time of the products, in a forward, of rows that are in use.
     """
 
     request: Request
     mesh: GpuMesh
+    implementation: Implementation
+    why_not_megakernel: str | None
     bytes: GpuBytes
-    ring_rows: int
+    ring_rows: int | None
     max_rows: int
     communication_over_compute: float
+
+    @property
+    def refused_today(self) -> str | None:
+        """Why a call of this plan would raise, or ``None``."""
+        return self.why_not_megakernel if self.implementation == "megakernel" else None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         plan = dataclasses.asdict(self)
         plan["bytes"]["peak"] = self.bytes.peak
+        plan["refused_today"] = self.refused_today
         return plan
 
 
@@ -185,19 +213,33 @@ def make_plan(request: Request) -> Plan:
         legal value.
 
     Example:
-      >>> plan = make_plan(Request(model="deepseek-v3", gpus=144))
+      >>> plan = make_plan(Request(model="deepseek-v3", gpus=144, implementation="megakernel"))
       >>> plan.mesh.data, plan.mesh.expert, plan.mesh.experts_per_gpu, plan.mesh.padding
       (2, 72, 4, 32)
+      >>> plan.refused_today.split(";")[0]
+      'EP is 72'
     """
     layer, mesh = LAYERS[request.model], plan_mesh(request)
-    call, sizes = _count_bytes(request, layer, mesh)
+    refusal = _why_not_megakernel(request, layer, mesh)
+    implementation = request.implementation or ("xla" if refusal else "megakernel")
+    rows, sizes = _count_bytes(request, layer, mesh, implementation)
     if sizes.peak > request.memory_gib * GIB:
-        raise ValueError(_why_it_does_not_fit(request, layer, mesh, sizes))
+        text = _why_it_does_not_fit(request, layer, mesh, implementation, sizes)
+        raise ValueError(
+            text + (f" The megakernel would not run: {refusal}" if implementation == "xla" and refusal else "")
+        )
     remote_share = (mesh.expert - 1) / mesh.expert
     ratio = communication_over_compute(
         remote_share, layer.intermediate_size, request.tflops * 1e12, request.bandwidth_gbs * 1e9
     )
-    return Plan(request, mesh, sizes, call.ring_rows, call.max_rows, ratio)
+    return Plan(request, mesh, implementation, refusal, sizes, *rows, ratio)
+
+
+def _why_not_megakernel(request: Request, layer: Layer, mesh: GpuMesh) -> str | None:
+    arrays = _Arrays.of(request, layer, mesh)
+    place = support.Place("cuda", compute_capability=request.compute_capability)
+    refusal = support.why_not(place, arrays.x, arrays.wi, mesh.expert, layer.activation)
+    return None if refusal is None else str(refusal)
 
 
 def plan_mesh(request: Request) -> GpuMesh:
@@ -241,8 +283,9 @@ def communication_over_compute(
 ) -> float:
     """Time on NVLink over time of the products in a forward: ``(2/3) * f * P / (I * BW)``.
 
-    A row's products are ``6 H I`` FLOPs. In bf16 a remote row is ``2 H`` bytes that the expert's GPU receives, and
-    later ``2 H`` that the source receives: with all GPUs alike, each receives ``4 H`` bytes a row, and sends as many.
+    A row's products are ``6 H I`` FLOPs (``mok_jax.flops``). In bf16 a remote row is ``2 H`` bytes that the expert's
+    GPU receives, and later ``2 H`` that the source receives: with all GPUs alike, each receives ``4 H`` bytes a row,
+    and sends as many.
 
     Example:
       >>> round(communication_over_compute(1 / 2, 2048, 650e12, 315e9), 2)
@@ -263,54 +306,111 @@ def allocated_arena_bytes(tokens: int, top_k: int, hidden_size: int) -> int:
     return 1 << (arena_bytes(tokens, top_k, hidden_size) - 1).bit_length()
 
 
-def _count_bytes(request: Request, layer: Layer, mesh: GpuMesh) -> tuple[megakernel.Call, GpuBytes]:
-    """One GPU's part, and the parameters of the call that it would make."""
-    tokens, top_k = request.tokens_per_gpu, layer.num_experts_per_tok
-    hidden, intermediate = layer.hidden_size, layer.intermediate_size
-    param_dtype = np.dtype(request.param_dtype)
-    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
-    expert_weights = jax.ShapeDtypeStruct((tokens, top_k), np.float32)
-    wi = jax.ShapeDtypeStruct((mesh.experts_per_gpu, hidden, intermediate), param_dtype)
-    wo = jax.ShapeDtypeStruct((mesh.experts_per_gpu, intermediate, hidden), param_dtype)
+class _Arrays(NamedTuple):
+    """Shapes of a call's arrays on one GPU; ``wi`` is of two."""
 
+    x: jax.ShapeDtypeStruct
+    expert_weights: jax.ShapeDtypeStruct
+    wi: jax.ShapeDtypeStruct
+    wo: jax.ShapeDtypeStruct
+
+    @classmethod
+    def of(cls, request: Request, layer: Layer, mesh: GpuMesh) -> Self:
+        like, experts = jax.ShapeDtypeStruct, mesh.experts_per_gpu
+        hidden, intermediate = layer.hidden_size, layer.intermediate_size
+        return cls(
+            x=like((request.tokens_per_gpu, hidden), jnp.bfloat16),
+            expert_weights=like((request.tokens_per_gpu, layer.num_experts_per_tok), np.float32),
+            wi=like((experts, hidden, intermediate), np.dtype(request.param_dtype)),
+            wo=like((experts, intermediate, hidden), np.dtype(request.param_dtype)),
+        )
+
+
+def _count_bytes(
+    request: Request, layer: Layer, mesh: GpuMesh, implementation: Implementation
+) -> tuple[tuple[int | None, int], GpuBytes]:
+    """``ring_rows`` and ``max_rows`` of one GPU's call, and its bytes."""
+    x, expert_weights, wi, wo = arrays = _Arrays.of(request, layer, mesh)
+    checks.check_rows(mesh.expert, request.tokens_per_gpu, layer.num_experts_per_tok, mesh.experts_per_gpu)
+    count = {"megakernel": _count_megakernel, "xla": _count_xla}[implementation]
+    rows, own = count(request, layer, mesh, arrays)
+
+    router = (layer.hidden_size + layer.router_bias) * layer.num_experts
+    parameters = router + 2 * math.prod(wi.shape) + math.prod(wo.shape)
+    y, router_grad = (x.shape, x.dtype), (expert_weights.shape, np.float32)
+    return rows, GpuBytes(
+        parameters=request.layers * parameters * wi.dtype.itemsize,
+        gradients=request.layers * parameters * wi.dtype.itemsize,
+        optimizer=request.layers * parameters * request.optimizer_bytes,
+        inputs=request.layers * _bytes([y, (expert_weights.shape, np.int32), router_grad]),
+        residuals=request.layers * own.pop("residuals"),
+        forward_activations=_bytes([y]),
+        backward_activations=_bytes([y, y, router_grad]),
+        **own,
+    )
+
+
+def _count_megakernel(
+    request: Request, layer: Layer, mesh: GpuMesh, arrays: _Arrays
+) -> tuple[tuple[int, int], dict[str, int]]:
+    x, expert_weights, wi, wo = arrays
     config = MoKConfig(save=request.save, ring_rows=request.ring_rows)
+    tokens, top_k = request.tokens_per_gpu, layer.num_experts_per_tok
     shape = mesh.expert, tokens, top_k, mesh.experts_per_gpu
     call = megakernel.make_call(*shape, layer.activation, layer.activation_limit, config)
     call = dataclasses.replace(call, differentiated=True, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi))
-    y, row_table, expert_rows, _, pre_activations, rows, hidden_activations, workspace = megakernel._forward_results(
+    _, row_table, expert_rows, _, pre_activations, rows, hidden_activations, workspace = megakernel._forward_results(
         call, x, wi
     )
-    dx, d_expert_weights, *backward = megakernel._backward_results(call, x, expert_weights, wi, wo)
-    weight_grads, backward_ring = backward[:3], backward[3:-1]
+    backward_buffers = megakernel._backward_results(call, x, expert_weights, wi, wo)[5:-1]
     kept = megakernel.what_is_kept(call, pre_activations, rows)
+    weights = [(a.shape, x.dtype) for a in (wi, wi, wo) if a.dtype != x.dtype]
+    return (call.ring_rows, call.max_rows), {
+        "residuals": _bytes([row_table, expert_rows, *kept]),
+        "arena": allocated_arena_bytes(tokens, top_k, layer.hidden_size),
+        "workspace": _bytes([workspace]),
+        "weight_copy": _bytes(weights),
+        "forward_buffers": _bytes([pre_activations, rows, hidden_activations]) - _bytes(kept),
+        "backward_buffers": _bytes(backward_buffers),
+    }
 
-    router = hidden * layer.num_experts
-    parameters = router + 2 * math.prod(wi.shape) + math.prod(wo.shape)
-    inputs = [(x.shape, x.dtype), (expert_weights.shape, np.int32), (expert_weights.shape, np.float32)]
-    return call, GpuBytes(
-        parameters=request.layers * parameters * param_dtype.itemsize,
-        gradients=request.layers * (router * param_dtype.itemsize + _bytes(weight_grads)),
-        optimizer=request.layers * parameters * request.optimizer_bytes,
-        inputs=request.layers * _bytes(inputs),
-        residuals=request.layers * _bytes([row_table, expert_rows, *kept]),
-        arena=allocated_arena_bytes(tokens, top_k, hidden),
-        forward_ring=_bytes([pre_activations, rows, hidden_activations]) - _bytes(kept),
-        backward_ring=_bytes(backward_ring),
-        workspace=_bytes([workspace]),
-        weight_copy=0 if param_dtype == x.dtype else (parameters - router) * x.dtype.itemsize,
-        forward_activations=_bytes([y]),
-        backward_activations=_bytes([y, dx, d_expert_weights]),
+
+def _count_xla(
+    request: Request, layer: Layer, mesh: GpuMesh, arrays: _Arrays
+) -> tuple[tuple[None, int], dict[str, int]]:
+    shape = xla_bytes.Shape(
+        ranks=mesh.expert,
+        tokens=request.tokens_per_gpu,
+        top_k=layer.num_experts_per_tok,
+        local_experts=mesh.experts_per_gpu,
+        hidden=layer.hidden_size,
+        intermediate=layer.intermediate_size,
+        dtype=arrays.x.dtype,
+        param_dtype=arrays.wi.dtype,
+        activation=layer.activation,
+        activation_limit=layer.activation_limit,
     )
+    sizes = xla_bytes.count(shape)
+    return (None, shape.rows), {
+        "residuals": sizes.kept,
+        "arena": 0,
+        "workspace": 0,
+        "weight_copy": 0,
+        "forward_buffers": sizes.forward,
+        "backward_buffers": sizes.backward,
+    }
 
 
 def _bytes(results: Iterable[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in results)
 
 
-def _why_it_does_not_fit(request: Request, layer: Layer, mesh: GpuMesh, sizes: GpuBytes) -> str:
+def _why_it_does_not_fit(
+    request: Request, layer: Layer, mesh: GpuMesh, implementation: Implementation, sizes: GpuBytes
+) -> str:
     def fits(**changes: Any) -> bool:
         changed = dataclasses.replace(request, **changes)
-        return _count_bytes(changed, layer, mesh)[1].peak <= request.memory_gib * GIB
+        return _count_bytes(changed, layer, mesh, implementation)[1].peak <= request.memory_gib * GIB
 
     tokens = _most(lambda n: fits(tokens_per_gpu=n), request.tokens_per_gpu)
     layers = _most(lambda n: fits(layers=n), request.layers)
@@ -324,8 +424,8 @@ def _why_it_does_not_fit(request: Request, layer: Layer, mesh: GpuMesh, sizes: G
     state = (sizes.parameters + sizes.gradients + sizes.optimizer) / GIB
     kept = (sizes.inputs + sizes.residuals) / GIB
     return (
-        f"memory_gib={request.memory_gib:g}: a GPU needs {needed:.1f} GiB ({state:.1f} of parameters, gradients and "
-        f"optimizer, {kept:.1f} kept for the backward, {needed - state - kept:.1f} of arena, rings and other "
+        f"memory_gib={request.memory_gib:g}: a GPU needs {needed:.1f} GiB with {implementation!r} ({state:.1f} of "
+        f"parameters, gradients and optimizer, {kept:.1f} kept for the backward, {needed - state - kept:.1f} of "
         f"temporaries); the nearest legal value of {nearest}."
     )
 
@@ -341,14 +441,20 @@ def _most(holds: Callable[[int], bool], below: int) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds an option for every field of :class:`Request`."""
+    parser.epilog = (
+        f"Exit status: {FITS}, it fits; {DOES_NOT_FIT}, it does not; {REFUSED_TODAY}, it fits, but the implementation "
+        "that was asked for would be refused today."
+    )
     parser.add_argument("--model", required=True, help=f"one of {', '.join(LAYERS)}")
     parser.add_argument("--gpus", required=True, type=int, help="of the whole cluster")
     options: list[tuple[str, Any, str]] = [
         ("domain", int, "GPUs in one NVLink domain"),
         ("expert_parallelism", int, "GPUs that share one copy of the experts (default: a domain)"),
         ("tokens_per_gpu", int, "tokens of one step"),
-        ("save", str, f"what the forward keeps: {', '.join(SAVE_POLICIES)}"),
-        ("ring_rows", int, "rows that the ring holds (default: MoKConfig's)"),
+        ("implementation", str, f"one of {', '.join(IMPLEMENTATIONS)} (default: what would run on such GPUs today)"),
+        ("compute_capability", str, "of the GPUs"),
+        ("save", str, f"what the megakernel's forward keeps: {', '.join(SAVE_POLICIES)}"),
+        ("ring_rows", int, "rows that the megakernel's ring holds (default: MoKConfig's)"),
         ("layers", int, "Mixture-of-Experts layers of the model"),
         ("param_dtype", str, f"of parameters and gradients: {', '.join(PARAM_DTYPES)}"),
         ("optimizer_bytes", int, "bytes of optimizer state per parameter"),
@@ -365,7 +471,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan of parsed arguments; returns the exit status, 1 for a refusal."""
+    """Prints the plan of parsed arguments; returns the exit status."""
     fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Request)}
     try:
         plan = make_plan(Request(**fields))
@@ -374,12 +480,15 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps({"refused": str(refusal)}))
         else:
             print(f"refused: {refusal}", file=sys.stderr)
-        return 1
+        return DOES_NOT_FIT
     if arguments.json:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
         print_table(plan)
-    return 0
+    if plan.refused_today is None:
+        return FITS
+    print(f"refused today: {plan.refused_today}", file=sys.stderr)
+    return REFUSED_TODAY
 
 
 def print_table(plan: Plan) -> None:
@@ -396,8 +505,9 @@ def print_table(plan: Plan) -> None:
     for row in _mesh_rows(plan):
         table.add_row(*row)
     table.add_section()
-    for name, size, note in _byte_rows(plan.bytes, request):
-        table.add_row(name, f"{size / GIB:.3f} GiB", note)
+    for name, size, note in _byte_rows(plan):
+        if size:
+            table.add_row(name, f"{size / GIB:.3f} GiB", note)
     table.add_section()
     table.add_row("at most at once", f"{plan.bytes.peak / GIB:.3f} GiB", f"of {request.memory_gib:g}")
     table.add_row(
@@ -413,25 +523,37 @@ def _mesh_rows(plan: Plan) -> list[tuple[str, str, str]]:
     padding = f"{mesh.padding} of {mesh.expert * mesh.experts_per_gpu} are padding" if mesh.padding else "no padding"
     if mesh.gpus_with_experts < mesh.expert:
         padding += f"; {mesh.expert - mesh.gpus_with_experts} of {mesh.expert} GPUs hold nothing else"
+    rows = f"at most {plan.max_rows} can arrive; what does not fit is recomputed"
+    if plan.ring_rows is None:
+        rows = "in every exchange: room for all slots of all ranks"
+    note = "runs on such GPUs" if plan.implementation == "megakernel" else "runs everywhere"
+    if plan.why_not_megakernel:
+        reason = "[bold red]refused today[/]" if plan.refused_today else "not the megakernel"
+        note = f"{reason}: {plan.why_not_megakernel}"
     return [
+        ("implementation", plan.implementation, note),
         ("mesh", f"{mesh.data} x {mesh.expert}", f"data x expert; domains: {mesh.domains}, idle: {mesh.idle_gpus}"),
         ("experts", str(mesh.experts_per_gpu), padding),
         ("busiest over mean", f"{mesh.busiest_over_mean:.3f}", "work, when tokens choose experts evenly"),
-        ("ring rows", str(plan.ring_rows), f"at most {plan.max_rows} can arrive; what does not fit is recomputed"),
+        ("rows", str(plan.ring_rows or plan.max_rows), rows),
         ("layers", str(request.layers), "routed experts and router; the rest of a model comes on top"),
     ]
 
 
-def _byte_rows(sizes: GpuBytes, request: Request) -> list[tuple[str, int, str]]:
+def _byte_rows(plan: Plan) -> list[tuple[str, int, str]]:
+    sizes, request = plan.bytes, plan.request
+    kept, buffers = f"row table and save={request.save}", "rings; one layer at a time"
+    if plan.implementation == "xla":
+        kept, buffers = "what jax.lax.scan keeps", "a masked copy of all rows for each expert; one layer at a time"
     return [
         ("parameters", sizes.parameters, request.param_dtype),
         ("gradients", sizes.gradients, request.param_dtype),
         ("optimizer", sizes.optimizer, f"{request.optimizer_bytes} bytes a parameter"),
         ("inputs kept", sizes.inputs, "x, expert ids and router weights"),
-        ("residuals", sizes.residuals, f"row table and save={request.save}"),
+        ("residuals", sizes.residuals, kept),
         ("arena", sizes.arena, "one for all layers"),
-        ("ring, forward", sizes.forward_ring, "one layer at a time"),
-        ("ring, backward", sizes.backward_ring, "one layer at a time"),
+        ("buffers, forward", sizes.forward_buffers, buffers),
+        ("buffers, backward", sizes.backward_buffers, buffers),
         ("schedule workspace", sizes.workspace, "one layer at a time"),
         ("weights in bf16", sizes.weight_copy, "one layer at a time"),
         ("y; dy, dx", sizes.backward_activations, "one layer at a time"),

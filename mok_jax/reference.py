@@ -9,6 +9,7 @@ reduce-scatter.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mok_jax.activation import activate
 from mok_jax.stats import MoEStats
@@ -129,7 +130,7 @@ def all_gather(array, axis_name):
 
 def accumulator_dtype(dtype):
     """The dtype that sums are kept in: float64 for float64, else float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.promote_types(dtype, np.float32)
 
 
 def vary_alike(*arrays, axis_name):

@@ -7,12 +7,14 @@ What happens to a token after its experts are chosen is not in here: that is :fu
 A *token mask* is bool ``[N]``, ``True`` for real tokens. Padding is excluded from everything: it gets no experts,
 counts in no loss and no load, and no value in its rows, NaN included, reaches another row or a gradient.
 
-Published routers as arguments of :func:`top_k_routing`, all with normalised weights:
+Published routers as arguments of :func:`top_k_routing`, most with normalised weights; :mod:`mok_jax.zoo` has all:
 
 - DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): ``"sigmoid"``, ``expert_bias``, 4 of 8 groups, scale 2.5. Kimi K2 and
-  GLM-5.2: the same without groups.
-- DeepSeek-V4: ``"sqrtsoftplus"``, no groups. Its first layers choose by a hash of the token, which is not here.
-- Mixtral (arXiv:2401.04088), Qwen3 and Qwen3.5: ``"softmax"``. gpt-oss: ``"softmax"``, ``softmax_after_topk``.
+  GLM: the same without groups.
+- DeepSeek-V4: ``"sqrtsoftplus"``, ``expert_bias``, no groups. Its first layers take ``expert_ids`` from a table of the
+  token, which is the caller's.
+- Mixtral (arXiv:2401.04088), Qwen3 and Qwen3.5: ``"softmax"``. gpt-oss: ``"softmax"``, ``softmax_after_topk``, of
+  logits with a bias.
 """
 
 from typing import NamedTuple
@@ -58,6 +60,7 @@ def top_k_routing(
     expert_bias: jax.Array | None = None,
     num_groups: int = 1,
     group_topk: int = 1,
+    expert_ids: jax.Array | None = None,
 ) -> Routing:
     """Chooses each token's ``K`` experts with the largest scores; equal scores go to the lower id.
 
@@ -70,6 +73,9 @@ def top_k_routing(
     its ``group_topk`` best groups. A group's score is, with softmax, the largest score in it (DeepSeek-V2,
     arXiv:2405.04434, section 2.2.2), otherwise the sum of its two largest (DeepSeek-V3), in both cases bias included.
     Equal groups: the lower one.
+
+    With ``expert_ids`` nothing is chosen, so bias and groups have no say; weights are as if those ids had been, over
+    the slots of a token that are not -1.
 
     A row of logits that holds a NaN stays a matter of its own row: its ids are in range and distinct, its weights NaN.
 
@@ -84,6 +90,9 @@ def top_k_routing(
       expert_bias: f32 ``[E]``, see :func:`expert_bias_update`; ``-inf`` keeps an expert from being chosen.
       num_groups: a divisor of ``E``; 1 for no groups.
       group_topk: groups that a token may choose from; they must hold ``K`` experts.
+      expert_ids: int32 ``[N, K]``, each token's experts where something else has chosen them, in that order, such as
+        DeepSeek-V4's table of the token; -1 is no expert. Ids outside ``[-1, E)`` become -2: no load counts them, and
+        :func:`mok_jax.moe` makes their token NaN.
 
     Returns:
       A :class:`Routing`.
@@ -91,6 +100,7 @@ def top_k_routing(
     Raises:
       ValueError: ``num_experts_per_tok``, ``num_groups`` or ``group_topk`` is out of range, ``score_function`` is
         unknown, ``softmax_after_topk`` is asked of another than softmax, or a shape is wrong.
+      TypeError: ``expert_ids`` is not int32.
 
     Example:
       >>> routing = top_k_routing(jnp.array([[0.0, 2.0, 2.0, 1.0]]), num_experts_per_tok=2)
@@ -106,22 +116,23 @@ def top_k_routing(
     check_experts_per_token(num_experts_per_tok, num_experts)
     check_groups(num_groups, group_topk, num_experts, num_experts_per_tok)
     check_expert_bias(expert_bias, num_experts)
+    check_expert_ids(expert_ids, logits.shape[:1], num_experts_per_tok)
     logits = mask_rows(logits.astype(jnp.float32), token_mask)
     scores = expert_scores(logits, score_function)
 
-    order = logits if softmax_after_topk else scores
-    if expert_bias is not None:
-        order += expert_bias.astype(jnp.float32)
-    # NaN has no place in an order: without this line the ids of such a row depend on the platform's sort.
-    # lax.top_k puts the lower index first among equals.
-    order = jax.lax.stop_gradient(jnp.where(jnp.isnan(order), -jnp.inf, order))
-    if group_topk < num_groups:
+    if expert_ids is None:
+        order = logits if softmax_after_topk else scores
+        if expert_bias is not None:
+            order += expert_bias.astype(jnp.float32)[None]
         scores_per_group = 1 if score_function == "softmax" else 2
-        order = _close_other_groups(order, num_groups, group_topk, scores_per_group)
-    _, expert_ids = jax.lax.top_k(order, num_experts_per_tok)
+        expert_ids = _choose(order, num_experts_per_tok, num_groups, group_topk, scores_per_group)
+    else:
+        # One id for all that are out of range: the experts that a mesh adds as padding begin at E.
+        expert_ids = jnp.where((expert_ids < -1) | (expert_ids >= num_experts), -2, expert_ids)
 
     if softmax_after_topk:
-        expert_weights = jax.nn.softmax(_select(logits, expert_ids), axis=-1)
+        chosen_logits = jnp.where(expert_ids < 0, jnp.finfo(jnp.float32).min, _select(logits, expert_ids))
+        expert_weights = jnp.where(expert_ids < 0, 0, jax.nn.softmax(chosen_logits, axis=-1))
     else:
         expert_weights = _select(scores, expert_ids)
         if norm_topk_prob:
@@ -156,6 +167,11 @@ def load_balance_loss(probs: jax.Array, expert_ids: jax.Array, token_mask: jax.A
       choices only: the one by sequence of ``expert_ids[:, :1]``.
     - MaxText, ``load_balance_loss``: ``K`` times the one by sequence, always of softmax probabilities. Multiply a
       coefficient from there by ``K``.
+    - transformers, ``load_balancing_loss_func``: ``K`` times that of the tokens of all layers as one batch, always of
+      softmax probabilities: ``f`` and ``P`` are averaged over the layers before they are multiplied, and the loss is
+      added once a model. To have its value, concatenate the layers' ``probs`` and ``expert_ids``. Layers that each add
+      their own are not that; with ``L`` of them, its coefficient times ``K / L`` is equal where the layers are alike.
+      Its attention mask leaves padding out as the token mask does; without one, padding counts there.
 
     Args:
       probs: f32 ``[N, E]``, rows that sum to 1, as in :class:`Routing`.
@@ -174,7 +190,7 @@ def load_balance_loss(probs: jax.Array, expert_ids: jax.Array, token_mask: jax.A
     tokens = _token_count(probs.shape[0], token_mask)
     if token_mask is not None:
         expert_ids = jnp.where(token_mask[:, None], expert_ids, -1)
-    fraction = expert_load(expert_ids, num_experts) / tokens
+    fraction = expert_load(expert_ids, num_experts).astype(jnp.float32) / tokens
     mean_prob = mask_rows(probs, token_mask).sum(axis=0) / tokens
     return num_experts / num_experts_per_tok * jnp.sum(fraction * mean_prob)
 
@@ -262,7 +278,7 @@ def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
       >>> expert_load(jnp.array([[0, 2], [2, -1]]), num_experts=4).tolist()
       [1, 0, 2, 0]
     """
-    return jnp.sum(expert_ids.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return jnp.sum(jax.nn.one_hot(expert_ids.reshape(-1), num_experts, dtype=bool), axis=0, dtype=jnp.int32)
 
 
 def expert_scores(logits: jax.Array, score_function: str) -> jax.Array:
@@ -341,6 +357,20 @@ def check_expert_bias(expert_bias: jax.Array | None, num_experts: int) -> None:
         raise ValueError(f"expert_bias has shape {expert_bias.shape}; expected ({num_experts},), one per expert.")
 
 
+def check_expert_ids(expert_ids: jax.Array | None, tokens: tuple[int, ...], num_experts_per_tok: int) -> None:
+    """Raises ValueError unless ``expert_ids`` is ``[*tokens, K]`` or ``None``, TypeError unless it is int32."""
+    if expert_ids is None:
+        return
+    if expert_ids.dtype != jnp.int32:
+        raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be int32: expert_ids.astype(jnp.int32)")
+    expected = (*tokens, num_experts_per_tok)
+    if expert_ids.shape != expected:
+        raise ValueError(
+            f"expert_ids has shape {expert_ids.shape}; expected {expected}, num_experts_per_tok={num_experts_per_tok} "
+            "for each token."
+        )
+
+
 def check_logits(logits: jax.Array, token_mask: jax.Array | None) -> None:
     """Raises ValueError unless ``logits`` is ``[N, E]`` and ``token_mask`` a bool ``[N]`` or ``None``."""
     if logits.ndim != 2:
@@ -354,20 +384,33 @@ def check_logits(logits: jax.Array, token_mask: jax.Array | None) -> None:
         )
 
 
+def _choose(
+    order: jax.Array, num_experts_per_tok: int, num_groups: int, group_topk: int, scores_per_group: int
+) -> jax.Array:
+    """The ids, int32 ``[N, K]``, of the largest values of ``order [N, E]`` in each row's best groups; no gradient."""
+    # NaN has no place in an order: without this line the ids of such a row depend on the platform's sort.
+    # lax.top_k puts the lower index first among equals.
+    order = jax.lax.stop_gradient(jnp.where(jnp.isnan(order), -jnp.inf, order))
+    if group_topk < num_groups:
+        order = _close_other_groups(order, num_groups, group_topk, scores_per_group)
+    _, expert_ids = jax.lax.top_k(order, num_experts_per_tok)
+    return expert_ids
+
+
 def _close_other_groups(order: jax.Array, num_groups: int, group_topk: int, scores_per_group: int) -> jax.Array:
     """``order [N, E]`` with ``-inf`` outside each row's best groups: those of the largest sums of their best scores."""
     num_experts = order.shape[-1]
     groups = order.reshape(order.shape[0], num_groups, num_experts // num_groups)
     best, _ = jax.lax.top_k(groups, min(scores_per_group, groups.shape[-1]))
     _, group_ids = jax.lax.top_k(best.sum(axis=-1), group_topk)
-    is_open = (group_ids[..., None] == jnp.arange(num_groups)).any(axis=-2)
+    is_open = jax.nn.one_hot(group_ids, num_groups, dtype=bool).any(axis=-2)
     return jnp.where(is_open[..., None], groups, -jnp.inf).reshape(order.shape)
 
 
 def _select(scores: jax.Array, expert_ids: jax.Array) -> jax.Array:
     # Not take_along_axis: its gradient is a scatter-add, which GPUs add in any order and partitioners like to gather
     # for. Summing one score and zeros is exact, fuses into one loop, and needs neither.
-    chosen = expert_ids[..., None] == jnp.arange(scores.shape[-1])
+    chosen = jax.nn.one_hot(expert_ids, scores.shape[-1], dtype=bool)
     return jnp.sum(jnp.where(chosen, scores[:, None, :], 0), axis=-1)
 
 

@@ -68,8 +68,8 @@ def plan_exchange(ids, num_ranks, num_local_experts):
     start = jnp.cumsum(count) - count
 
     column = jnp.arange(num_slots)
-    is_sent = (column < count[:num_ranks, None]).reshape(-1)
-    position = jnp.minimum(start[:num_ranks, None] + column, num_slots - 1).reshape(-1)
+    is_sent = (column[None] < count[:num_ranks, None]).reshape(-1)
+    position = jnp.minimum(start[:num_ranks, None] + column[None], num_slots - 1).reshape(-1)
     slot_of_sent = order[position]
     local_expert = jnp.where(is_sent, ids[slot_of_sent] % num_local_experts, num_local_experts)
 

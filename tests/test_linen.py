@@ -55,28 +55,30 @@ def test_same_arguments_as_nnx():
 
 
 def test_same_bits_as_nnx():
-    """With everything that a layer can have, padded experts over a mesh included."""
+    """With everything that a layer can have, padded experts over a mesh included, and with its experts given."""
     mesh = make_mesh(devices=jax.devices("cpu")[:8])
     layer = make_full_layer(mesh, implementation="megakernel", num_experts=12, use_bias=True)
     linen, variables = twin(layer)
     x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False)
+    given = jnp.arange(3 * 7 * K, dtype=jnp.int32).reshape(3, 7, K) % 12
 
     def loss(out):
         return jnp.sum(jnp.sin(out.output)) + out.aux_loss + out.z_loss, out
 
     @jax.jit
-    def linen_step(variables, x):
-        return jax.grad(lambda p, x: loss(linen.apply(variables | {"params": p}, x, mask)), (0, 1), has_aux=True)(
+    def linen_step(variables, x, ids):
+        return jax.grad(lambda p, x: loss(linen.apply(variables | {"params": p}, x, mask, ids)), (0, 1), has_aux=True)(
             variables["params"], x
         )
 
     @nnx.jit
-    def nnx_step(layer, x):
-        return nnx.grad(lambda layer, x: loss(layer(x, mask)), argnums=(0, 1), has_aux=True)(layer, x)
+    def nnx_step(layer, x, ids):
+        return nnx.grad(lambda layer, x: loss(layer(x, mask, ids)), argnums=(0, 1), has_aux=True)(layer, x)
 
-    (params, dx), out = linen_step(variables, x)
-    (state, want_dx), want = nnx_step(layer, x)
-    jax.tree.map(np.testing.assert_array_equal, (params, dx, out), (nnx.to_pure_dict(state), want_dx, want))
+    for ids in None, given:
+        (params, dx), out = linen_step(variables, x, ids)
+        (state, want_dx), want = nnx_step(layer, x, ids)
+        jax.tree.map(np.testing.assert_array_equal, (params, dx, out), (nnx.to_pure_dict(state), want_dx, want))
 
 
 def test_parameters_are_sharded_and_named(mesh):
@@ -96,12 +98,6 @@ def test_parameters_are_sharded_and_named(mesh):
     # As NNX initialises it: each expert with the variance of its own fan-in.
     assert float(values["params"]["wi_0"].std()) == pytest.approx(HIDDEN**-0.5, rel=0.05)
     assert set(jax.eval_shape(make_layer().init, jax.random.key(0), make_input(1))) == {"params"}
-
-
-def test_the_callers_axis_rules_win(mesh):
-    with nn.logical_axis_rules((("embed", "data"),)):
-        variables = jax.jit(make_layer(mesh).init)(jax.random.key(0), make_input(8))
-    assert nn.unbox(variables)["params"]["wi_0"].sharding.spec == P("expert", "data", None)
 
 
 def test_initialisation_runs_the_reference(mesh):
@@ -195,6 +191,17 @@ def test_training_step_with_accumulated_gradients(mesh):
     assert_same(gradient, want)
     np.testing.assert_array_equal(state["expert_bias"], out.expert_bias_update)
     assert np.abs(state["expert_bias"]).max() == 0.25
+
+
+def test_a_state_cast_to_bf16_still_balances():
+    """Inference takes the bias as it is, and adding an update makes it f32."""
+    layer, x = make_layer(expert_bias=True), make_input(2, 16)
+    variables = layer.init(jax.random.key(0), x) | {STATE: {"expert_bias": jnp.ones(EXPERTS)}}
+    variables = jax.tree.map(lambda a: a.astype(jnp.bfloat16), variables)
+    out = layer.apply(variables, x)
+    (bias,) = jax.tree.leaves(jax.tree.map(jnp.add, variables[STATE], {"expert_bias": out.expert_bias_update}))
+    np.testing.assert_array_equal(bias, 1 + out.expert_bias_update)
+    assert bias.dtype == jnp.float32 and jnp.any(bias != 1)
 
 
 def test_illegal_arguments_are_refused_where_they_are_written(mesh):

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import relative_l2
-from flax import nnx
-from flax.core import spmd
+from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_routing import ROUTERS, random_bias
+from published_layers import expert, swiglu
+from test_routing import random_bias
 
+import mok_jax.layer
 from mok_jax import routing
+from mok_jax.layer import Weights
 from mok_jax.nnx import ExpertBias, MoE
 from mok_jax.sharding import make_mesh
 
@@ -44,7 +46,7 @@ def make_input(*leading, seed=1):
 
 
 def make_full_layer(mesh=None, **changes):
-    """A layer with everything that a router or shared experts can have, and a bias that matters."""
+    """A layer with everything that a router or shared experts can have, and biases that matter."""
     layer = make_layer(
         mesh,
         **{
@@ -52,31 +54,34 @@ def make_full_layer(mesh=None, **changes):
             "num_groups": 4,
             "group_topk": 2,
             "routed_scaling_factor": 2.5,
+            "router_bias": True,
             "expert_bias": True,
             "expert_bias_update_rate": 0.25,
             "seq_aux": True,
             "num_shared_experts": 2,
             "shared_intermediate_size": 12,
             "shared_expert_gate": True,
+            "shared_activation_limit": 0.5,
         }
         | changes,
     )
     layer.expert_bias[...] = jnp.asarray(random_bias(layer.settings.num_experts))
+    layer.gate.bias[...] = jnp.asarray(random_bias(layer.settings.num_experts, seed=6), layer.gate.bias.dtype)
     return layer
 
 
 @nnx.jit
-def forward(layer, x, mask=None):
+def forward(layer, x, mask=None, expert_ids=None):
     # Jitted, so that a layer compiles as one program and layers that are equal share it.
-    return layer(x, mask)
+    return layer(x, mask, expert_ids)
 
 
 @nnx.jit
-def value_and_gradients(layer, x, mask):
+def value_and_gradients(layer, x, mask, expert_ids=None):
     """Loss, layer's output, and gradients in the parameters and in ``x``."""
 
     def loss(layer, x):
-        out = layer(x, mask)
+        out = layer(x, mask, expert_ids)
         return jnp.sum(jnp.sin(out.output)) + out.aux_loss + out.z_loss, out
 
     (value, out), gradients = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
@@ -128,86 +133,6 @@ def test_padded_experts_over_a_mesh_equal_no_mesh(mesh):
     )
 
 
-# What differs from model to model, with few experts: the router, activation, clamps, biases, and the shared expert's
-# width and gate. Not here: layers of DeepSeek-V4 that route by token hash.
-LAYERS = {
-    "kimi-k2": {"num_shared_experts": 1},
-    "deepseek-v3": {"num_shared_experts": 1},
-    "deepseek-v4-flash": {"num_shared_experts": 1, "activation_limit": 10.0},
-    "glm-5.2": {"num_shared_experts": 1},
-    "qwen3.5-397b-a17b": {"num_shared_experts": 1, "shared_intermediate_size": 20, "shared_expert_gate": True},
-    "qwen3-235b-a22b": {},
-    "mixtral-8x7b": {},
-    "gpt-oss-120b": {"activation": "gpt_oss", "activation_limit": 7.0, "use_bias": True},
-}
-
-
-def numpy_expert(x, wi_0, wi_1, wo, activation="swiglu", limit=np.inf, biases=(0, 0, 0)):
-    gate, up = np.minimum(x @ wi_0 + biases[0], limit), np.clip(x @ wi_1 + biases[1], -limit, limit)
-    if activation == "gpt_oss":
-        return (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ wo + biases[2]
-    return (gate / (1 + np.exp(-gate)) * up) @ wo + biases[2]
-
-
-def numpy_layer(layer, x, router, *activation):
-    """The layer token by token: the model's rule, its experts, its shared expert."""
-    state = {"/".join(map(str, path)): np.asarray(leaf) for path, leaf in nnx.to_flat_state(nnx.state(layer))}
-    ids, weights = router.reference(x @ state["gate/kernel"], state.get("expert_bias", 0))
-    y = np.zeros_like(x, np.float64)
-    for token, row in enumerate(x):
-        for expert, weight in zip(ids[token], weights[token], strict=True):
-            names = "wi_0", "wi_1", "wo"
-            biases = [state[f"{name}_bias"][expert] if f"{name}_bias" in state else 0 for name in names]
-            weights_of_expert = (state[name][expert] for name in names)
-            y[token] += weight * numpy_expert(row, *weights_of_expert, *activation, biases=biases)
-        if "shared_wo" in state:
-            shared = numpy_expert(row, state["shared_wi_0"], state["shared_wi_1"], state["shared_wo"])
-            if "shared_gate/kernel" in state:
-                shared /= 1 + np.exp(-row @ state["shared_gate/kernel"])
-            y[token] += shared
-    return y
-
-
-def check_published(name, arguments):
-    """A layer with the router of that model, and ``arguments``."""
-    router = ROUTERS[name]._replace(num_experts=16)
-    layer = make_layer(
-        num_experts=router.num_experts,
-        num_experts_per_tok=router.top_k,
-        score_function=router.score_function,
-        softmax_after_topk=router.softmax_after_topk,
-        expert_bias=router.has_bias,
-        num_groups=router.num_groups,
-        group_topk=router.group_topk,
-        routed_scaling_factor=router.scale,
-        **arguments,
-    )
-    if router.has_bias:
-        layer.expert_bias[...] = jnp.asarray(random_bias(router.num_experts))
-    for wi in layer.wi_0, layer.wi_1:
-        wi[...] *= 8  # far enough that clamps clamp
-    if arguments.get("use_bias"):
-        for bias in layer.wi_0_bias, layer.wi_1_bias, layer.wo_bias:
-            bias[...] = np.random.default_rng(3).normal(size=bias.shape)
-    x, activation = make_input(9), arguments.get("activation", "swiglu")
-    limit = arguments.get("activation_limit", np.inf)
-    got = forward(layer, x)
-    want = numpy_layer(layer, np.asarray(x), router, activation, limit)
-    assert relative_l2(got.output, want) < F32_TOLERANCE
-    if limit < np.inf:
-        assert relative_l2(numpy_layer(layer, np.asarray(x), router, activation), want) > 1e-2
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_published_models(name):
-    check_published(name, LAYERS[name])
-
-
-def test_shared_experts_stay_a_swiglu():
-    """Whatever the experts have in its place; nor are they clamped."""
-    check_published("mixtral-8x7b", {"num_shared_experts": 1, "activation": "gpt_oss", "activation_limit": 2.0})
-
-
 def test_full_layer_over_meshes_equals_no_mesh(mesh):
     x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False).at[2].set(False)
     want = value_and_gradients(make_full_layer(), x, mask)
@@ -217,6 +142,79 @@ def test_full_layer_over_meshes_equals_no_mesh(mesh):
     explicit = jax.make_mesh((2, 4), ("data", "expert"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
     with jax.set_mesh(explicit):
         assert_same(forward(make_full_layer(explicit), x, mask), want[1])
+
+
+def test_given_experts_over_a_mesh_equal_no_mesh(mesh):
+    """Six experts on four ranks, of which an id may name none: not those that are padding either."""
+    rng, x, mask = np.random.default_rng(2), make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False)
+    ids = jnp.asarray(rng.integers(-1, 6, (3, 7, K)).astype(np.int32)).at[0, :2].set(-1)
+    changes = {"num_experts": 6, "num_groups": 1, "group_topk": 1}
+    plain, padded = make_full_layer(**changes), make_full_layer(mesh, implementation="megakernel", **changes)
+    value, out, (gradients, dx) = value_and_gradients(padded, x, mask, ids)
+    want_value, want_out, (want_gradients, want_dx) = value_and_gradients(plain, x, mask, ids)
+    assert_same((value, out, dx, gradients.gate), (want_value, want_out, want_dx, want_gradients.gate))
+    np.testing.assert_array_equal(out.expert_load, routing.expert_load(jnp.where(mask[..., None], ids, -1), 6))
+    assert np.abs(gradients.gate.kernel[...]).max() > 0
+    explicit = jax.make_mesh((2, 4), ("data", "expert"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
+    with jax.set_mesh(explicit):
+        assert_same(forward(make_full_layer(explicit, **changes), x, mask, ids), want_out)
+
+    for layer in plain, padded:
+        out = forward(layer, x, None, ids.at[2, 1, 0].set(6).at[2, 3, 1].set(-2))
+        np.testing.assert_array_equal(np.isnan(out.output).any(axis=-1), np.isin(np.arange(21), (15, 17)).reshape(3, 7))
+        assert int(out.expert_load.sum()) == int((ids >= 0).sum()) - int(ids[2, 1, 0] >= 0) - int(ids[2, 3, 1] >= 0)
+
+
+def test_experts_that_the_router_would_choose(mesh):
+    """Given, they are the router's to the bit, in all that the layer returns."""
+    layer, x = make_full_layer(), make_input(2, 6)
+    logits = x.reshape(-1, HIDDEN) @ layer.gate.kernel[...] + layer.gate.bias[...]
+    chosen = routing.top_k_routing(
+        logits, K, "sigmoid", expert_bias=layer.expert_bias[...], num_groups=4, group_topk=2
+    ).expert_ids
+    want = forward(layer, x)
+    jax.tree.map(np.testing.assert_array_equal, forward(layer, x, None, chosen.reshape(2, 6, K)), want)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_router_weight_on_the_input(mesh, use_bias):
+    """With two experts a token, masked tokens and padded experts; against the experts' own formula."""
+    changes = {"apply_router_weight_on_input": True, "use_bias": use_bias, "num_experts": 6, "router_bias": True}
+    plain, padded = make_layer(**changes), make_layer(mesh, implementation="megakernel", **changes)
+    for layer in plain, padded:
+        layer.gate.bias[...] = jnp.asarray(random_bias(6))
+        for bias in (layer.wi_0_bias, layer.wi_1_bias, layer.wo_bias) if use_bias else ():
+            bias[...] = bias[...].at[:6].set(np.random.default_rng(3).normal(size=(6, bias.shape[1])))
+    x, mask = make_input(3, 7), jnp.ones((3, 7), bool).at[1, 4:].set(False)
+    value, out, (gradients, dx) = value_and_gradients(padded, jnp.where(mask[..., None], x, jnp.nan), mask)
+    want_value, want, (want_gradients, want_dx) = value_and_gradients(plain, x, mask)
+    assert_same((value, out, dx, gradients.gate), (want_value, want, want_dx, want_gradients.gate))
+
+    state = {"/".join(path): np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(nnx.state(plain))}
+    row = np.asarray(x[0, 0], np.float64)
+    logits = row @ state["gate/kernel"] + state["gate/bias"]
+    ids, token = np.argsort(-logits)[:K], np.zeros(HIDDEN)
+    for e, weight in zip(ids, np.exp(logits[ids]) / np.exp(logits[ids]).sum(), strict=True):
+        biases = (state[name][e] if use_bias else 0 for name in ("wi_0_bias", "wi_1_bias", "wo_bias"))
+        token += expert(weight * row, *(state[name][e] for name in ("wi_0", "wi_1", "wo")), swiglu, np.inf, [*biases])
+    assert relative_l2(want.output[0, 0], token) < F32_TOLERANCE
+
+
+def test_router_bias_is_a_parameter(mesh):
+    """Zeros, trained, in the losses, and created after all others, so that seeds keep their meaning."""
+    layer, plain = (make_layer(mesh, router_bias=router_bias, num_shared_experts=1) for router_bias in (True, False))
+    with_bias, without = (nnx.to_flat_state(nnx.state(made, nnx.Param)) for made in (layer, plain))
+    assert {path for path, _ in with_bias} - {path for path, _ in without} == {("gate", "bias")}
+    assert layer.gate.bias.shape == (EXPERTS,) and layer.gate.bias.get_metadata("out_sharding") == (None,)
+    for path, leaf in without:
+        np.testing.assert_array_equal(dict(with_bias)[path][...], leaf[...])
+    x = make_input(2, 16)
+    assert_same(forward(layer, x), forward(plain, x))
+    layer.gate.bias[...] = jnp.asarray(random_bias(EXPERTS))
+    out, want = forward(layer, x), forward(plain, x)
+    assert (out.expert_load != want.expert_load).any()
+    assert abs(float(out.aux_loss - want.aux_loss)) > 1e-3 and abs(float(out.z_loss - want.z_loss)) > 1e-3
+    assert make_layer(router_bias=True, param_dtype=jnp.bfloat16).gate.bias.dtype == jnp.bfloat16
 
 
 def test_expert_bias_is_state_and_no_parameter(mesh):
@@ -237,6 +235,26 @@ def test_expert_bias_is_state_and_no_parameter(mesh):
     np.testing.assert_array_equal(layer.expert_bias[...], before + out.expert_bias_update)
     assert make_layer(expert_bias=False).expert_bias is None
     assert forward(make_layer(), make_input(3)).expert_bias_update is None
+
+
+@pytest.mark.parametrize("to_host", [False, True], ids=["arrays", "numpy"])
+def test_a_state_cast_to_bf16_still_balances(mesh, to_host):
+    """Inference takes the bias as it is, and the next update, which bf16 would lose, makes it f32."""
+    layer, x = make_layer(mesh, expert_bias=True), make_input(2, 16)
+    layer.expert_bias[...] = jnp.ones(EXPERTS)
+    state = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(layer))
+    nnx.update(layer, jax.device_get(state) if to_host else state)
+    out = forward(layer, x)
+    assert layer.expert_bias[...].dtype == jnp.bfloat16 and jnp.any(out.expert_bias_update != 0)
+
+    @nnx.jit
+    def step(layer, x):
+        layer.expert_bias[...] += layer(x).expert_bias_update
+
+    step(layer, x)
+    bias = layer.expert_bias[...]
+    assert bias.dtype == jnp.float32
+    np.testing.assert_array_equal(bias, 1 + out.expert_bias_update)
 
 
 def test_parameters_of_shared_experts():
@@ -317,14 +335,6 @@ def test_parameters_are_sharded_and_named(mesh):
     assert layer.gate.kernel.get_value().sharding.is_fully_replicated
 
 
-def test_the_callers_axis_rules_win(mesh):
-    with spmd.logical_axis_rules((("embed", "data"),)):
-        layer = make_layer(mesh)
-    assert layer.wi_0.get_value().sharding.spec == P("expert", "data", None)
-    x = make_input(8)
-    assert_same(forward(layer, x), forward(make_layer(), x))
-
-
 def test_every_device_routes_its_own_tokens(mesh):
     """No collective holds a row of the batch: neither scores, nor those of groups, nor what their gradients need."""
     layer, tokens = make_full_layer(mesh, seq_aux=False), 8 * 11
@@ -384,6 +394,52 @@ def test_gradients_reach_every_expert_and_the_gate(mesh):
     assert np.abs(gradients["gate"]["kernel"].get_value()).min() > 0
 
 
+def test_kernel_init_makes_one_expert_at_a_time(mesh):
+    """Fans are those of a matrix, experts differ, a mesh changes nothing, and padding stays zero."""
+    init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+    changes = {"kernel_init": init, "hidden_size": 256, "intermediate_size": 64, "num_experts": 6, "use_bias": True}
+    plain, padded = make_layer(**changes), make_layer(mesh, **changes)
+    for kernel, fan in ((plain.gate.kernel, 256), (plain.wi_0, 256), (plain.wi_1, 256), (plain.wo, 64)):
+        assert float(jnp.std(kernel[...])) == pytest.approx(fan**-0.5, rel=0.1)
+    assert len({float(expert[0, 0]) for expert in plain.wi_0[...]}) == 6
+    assert not plain.wi_0_bias[...].any()
+    for name in ("wi_0", "wi_1", "wo"):
+        weights = getattr(padded, name)[...]
+        np.testing.assert_array_equal(weights[:6], getattr(plain, name)[...])
+        assert weights.shape[0] == 8 and not weights[6:].any()
+    assert hash(plain.settings) == hash(make_layer(**changes).settings)
+    assert (make_layer(kernel_init=jax.nn.initializers.ones, num_shared_experts=1).shared_wo[...] == 1).all()
+
+
+def test_kernel_init_is_a_function_that_makes_arrays():
+    with pytest.raises(TypeError, match=r"kernel_init is 0\.02; it must be None or a function .*normal\(0\.02\)"):
+        make_layer(kernel_init=0.02)
+    boxed = linen.with_partitioning(jax.nn.initializers.ones, (None, None))
+    for init in boxed, lambda key, shape, dtype: jnp.ones((3, 3), dtype):
+        with pytest.raises(
+            TypeError,
+            match=r"kernel_init returns a \w+ of shape .*; it must return an array of shape \(16, 8\), and no box",
+        ):
+            make_layer(kernel_init=init)
+
+
+@pytest.mark.parametrize("name", ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate"))
+def test_a_factor_of_a_schedule_is_multiplied_outside(name):
+    out = "expert_bias_update" if "rate" in name else name.replace("_coeff", "")
+    text = rf"{name} is .*; it must be a Python number, .* give 1\.0 and multiply out\.{out} by it"
+    with pytest.raises(TypeError, match=text):
+        make_layer(**{name: jnp.float32(0.1)})
+    with pytest.raises(TypeError, match=text):
+        jax.jit(lambda value: forward(make_layer(**{name: value}), make_input(3)).output)(0.1)
+    assert getattr(make_layer(**{name: np.float32(0.1)}).settings, name) == np.float32(0.1)
+
+    @jax.jit
+    def scheduled(value):
+        return value * getattr(make_layer(**{"expert_bias": True, name: 1.0})(make_input(3)), out)
+
+    np.testing.assert_allclose(scheduled(0.0), 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -405,6 +461,8 @@ def test_gradients_reach_every_expert_and_the_gate(mesh):
         ({"num_shared_experts": 1, "shared_intermediate_size": 0}, r"shared_intermediate_size=0 .* nearest is 1"),
         ({"shared_intermediate_size": 8}, r"shared_intermediate_size=8 .*num_shared_experts=0.*num_shared_experts=1"),
         ({"shared_expert_gate": True}, r"shared_expert_gate=True .*num_shared_experts=0.*num_shared_experts=1"),
+        ({"shared_activation_limit": 2}, r"shared_activation_limit=2 .*num_shared_experts=0.*num_shared_experts=1"),
+        ({"num_shared_experts": 1, "shared_activation_limit": 0}, r"^shared_activation_limit is 0; .*positive number"),
     ],
 )
 def test_construction_errors(mesh, changes, text):
@@ -431,9 +489,26 @@ def test_axes_of_several_types_are_refused():
         make_layer(mesh)
 
 
+def test_weights_of_wrong_shapes_are_told_as_they_are(mesh):
+    """Not as a device's share of them."""
+    settings = make_layer(mesh, num_experts=6).settings
+    shapes = {name: parameter.shape for name, parameter in settings.parameters().items()}
+    for name, shape, text in (
+        ("wo", (8, 16, 24), r"wo has shape \(8, 16, 24\); expected \(8, 24, 16\)\.$"),
+        ("wi_0", (6, 16, 24), r"wi_0 has shape \(6, 16, 24\); expected \(8, 16, 24\) of 6 experts and 2 of zeros\.$"),
+    ):
+        weights = Weights(**{key: jnp.zeros(value) for key, value in (shapes | {name: shape}).items()})
+        with pytest.raises(ValueError, match=text):
+            mok_jax.layer.forward(settings, weights, make_input(8))
+
+
 def test_call_errors():
     layer = make_layer()
     with pytest.raises(ValueError, match=r"x has shape \(3, 5\); expected \[..., hidden_size=16\]"):
         layer(jnp.ones((3, 5)))
     with pytest.raises(ValueError, match=r"token_mask has shape \(3,\); expected \(2, 3\)"):
         layer(make_input(2, 3), jnp.ones(3, bool))
+    with pytest.raises(ValueError, match=r"expert_ids has shape \(2, 3\); expected \(2, 3, 2\), num_experts_per_tok=2"):
+        layer(make_input(2, 3), expert_ids=jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(TypeError, match=r"expert_ids has dtype uint32; it must be int32: expert_ids\.astype"):
+        layer(make_input(2, 3), expert_ids=jnp.zeros((2, 3, 2), jnp.uint32))

@@ -102,10 +102,11 @@ def test_gpt_oss(implementation, dtype, limit, ep):
     check(inputs, ep, TOLERANCE[dtype], implementation=implementation, **options)
 
 
+@pytest.mark.parametrize(("dtype", "weight_dtype"), (("bfloat16", "float32"), ("float32", "bfloat16")))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_master_weights(implementation):
-    """float32 weights under bfloat16 tokens; `check` demands a float32 gradient of them."""
-    inputs = make(by_name("uniform"), "bfloat16", weight_dtype="float32")
+def test_weights_of_another_dtype_than_tokens(implementation, dtype, weight_dtype):
+    """Master weights under bfloat16 tokens, and the reverse; `check` demands a gradient of the weights' dtype."""
+    inputs = make(by_name("uniform"), dtype, weight_dtype=weight_dtype)
     check(inputs, 2, TOLERANCE["bfloat16"], implementation=implementation)
 
 

@@ -1,16 +1,18 @@
 """Routing against NumPy: choice of experts, weights, losses, load, and what padding and NaN may not reach.
 
-Each published model's rule is written here on its own, token by token, from the model's paper or published code.
+Each published model's rule is in ``published_layers.py``, token by token, from the model's own code.
 """
 
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from published_layers import MODELS
 
 from mok_jax import routing
+from mok_jax.zoo import LAYERS
 
 TOKENS, EXPERTS, K = 33, 12, 3
 
@@ -26,119 +28,65 @@ def random_mask(seed=1):
     return np.random.default_rng(seed).random(TOKENS) < 0.7
 
 
-def best(scores, count):
-    """Indices of the largest scores, the lower one first among equals."""
-    return np.argsort(-scores, kind="stable")[:count]
-
-
-def deepseek_v3_rule(logits, bias, top_k, num_groups, group_topk, scale):
-    """Sigmoid; groups by the sum of their two best biased scores, experts by biased score, weights without bias."""
-    ids, weights = [], []
-    for row in logits.astype(np.float64):
-        scores = 1 / (1 + np.exp(-row))
-        biased = scores + bias
-        groups = np.split(biased, num_groups)
-        chosen_groups = best(np.array([np.sort(group)[-2:].sum() for group in groups]), group_topk)
-        closed = ~np.isin(np.arange(len(row)) // len(groups[0]), chosen_groups)
-        chosen = best(np.where(closed, -np.inf, biased), top_k)
-        ids.append(chosen)
-        weights.append(scale * scores[chosen] / scores[chosen].sum())
-    return np.array(ids), np.array(weights)
-
-
-def deepseek_v4_rule(logits, bias, top_k, num_groups, group_topk, scale):
-    """Square root of softplus, normalised."""
-    scores = np.sqrt(np.log1p(np.exp(logits.astype(np.float64))))
-    ids = np.array([best(row, top_k) for row in scores])
-    weights = np.array([row[chosen] for row, chosen in zip(scores, ids, strict=True)])
-    return ids, scale * weights / weights.sum(axis=1, keepdims=True)
-
-
-def softmax_rule(logits, bias, top_k, num_groups, group_topk, scale):
-    """Mixtral and Qwen: softmax over all, the best, normalised."""
-    probs = np.exp(logits.astype(np.float64))
-    probs /= probs.sum(axis=1, keepdims=True)
-    ids = np.array([best(row, top_k) for row in probs])
-    weights = np.array([row[chosen] for row, chosen in zip(probs, ids, strict=True)])
-    return ids, weights / weights.sum(axis=1, keepdims=True)
-
-
-def gpt_oss_rule(logits, bias, top_k, num_groups, group_topk, scale):
-    """The best logits, softmax over them."""
-    ids = np.array([best(row, top_k) for row in logits])
-    weights = np.exp(np.array([row[chosen] for row, chosen in zip(logits.astype(np.float64), ids, strict=True)]))
-    return ids, weights / weights.sum(axis=1, keepdims=True)
-
-
-def deepseek_v2_rule(logits, bias, top_k, num_groups, group_topk, scale):
-    """Softmax over all; groups by their best score; weights not normalised."""
-    ids, weights = [], []
-    for row in logits.astype(np.float64):
-        probs = np.exp(row) / np.exp(row).sum()
-        groups = np.split(probs, num_groups)
-        chosen_groups = best(np.array([group.max() for group in groups]), group_topk)
-        closed = ~np.isin(np.arange(len(row)) // len(groups[0]), chosen_groups)
-        chosen = best(np.where(closed, 0, probs), top_k)
-        ids.append(chosen)
-        weights.append(scale * probs[chosen])
-    return np.array(ids), np.array(weights)
-
-
-class Router(NamedTuple):
-    """A published model's router."""
-
-    num_experts: int
-    top_k: int
-    rule: object
-    score_function: str
-    softmax_after_topk: bool = False
-    has_bias: bool = False
-    num_groups: int = 1
-    group_topk: int = 1
-    scale: float = 1.0
-    norm_topk_prob: bool = True
-
-    def reference(self, logits, bias):
-        return self.rule(logits, bias, self.top_k, self.num_groups, self.group_topk, self.scale)
-
-
-ROUTERS = {
-    "kimi-k2": Router(384, 8, deepseek_v3_rule, "sigmoid", has_bias=True, scale=2.827),
-    "deepseek-v3": Router(256, 8, deepseek_v3_rule, "sigmoid", False, True, 8, 4, 2.5),
-    "deepseek-v4-flash": Router(256, 6, deepseek_v4_rule, "sqrtsoftplus", scale=1.5),
-    "glm-5.2": Router(256, 8, deepseek_v3_rule, "sigmoid", has_bias=True, scale=2.5),
-    "qwen3.5-397b-a17b": Router(512, 10, softmax_rule, "softmax"),
-    "qwen3-235b-a22b": Router(128, 8, softmax_rule, "softmax"),
-    "mixtral-8x7b": Router(8, 2, softmax_rule, "softmax"),
-    "gpt-oss-120b": Router(128, 4, gpt_oss_rule, "softmax", softmax_after_topk=True),
-    "deepseek-v2": Router(160, 6, deepseek_v2_rule, "softmax", False, False, 8, 3, 16.0, norm_topk_prob=False),
-}
-
-
 def random_bias(num_experts, seed=5):
     return np.random.default_rng(seed).normal(scale=0.2, size=num_experts).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_published_routers(name):
-    router = ROUTERS[name]
-    logits = random_logits(shape=(TOKENS, router.num_experts))
-    bias = random_bias(router.num_experts) if router.has_bias else None
+    """With all experts of the model."""
+    published = LAYERS[name]
+    logits = random_logits(shape=(TOKENS, published.num_experts))
+    bias = random_bias(published.num_experts) if published.selection_bias else None
     got = routing.top_k_routing(
         jnp.asarray(logits),
-        router.top_k,
-        router.score_function,
-        router.norm_topk_prob,
-        router.scale,
-        softmax_after_topk=router.softmax_after_topk,
+        published.num_experts_per_tok,
+        published.score_function,
+        published.norm_topk_prob,
+        published.routed_scaling_factor,
+        softmax_after_topk=bool(published.softmax_after_topk),
         expert_bias=None if bias is None else jnp.asarray(bias),
-        num_groups=router.num_groups,
-        group_topk=router.group_topk,
+        num_groups=published.num_groups or 1,
+        group_topk=published.group_topk or 1,
     )
-    ids, weights = router.reference(logits, 0 if bias is None else bias)
-    np.testing.assert_array_equal(got.expert_ids, ids)
-    np.testing.assert_allclose(got.expert_weights, weights, rtol=1e-5)
+    for token, row in enumerate(logits.astype(np.float64)):
+        ids, weights = MODELS[name].router(row, 0 if bias is None else bias)
+        np.testing.assert_array_equal(got.expert_ids[token], ids)
+        np.testing.assert_allclose(got.expert_weights[token], weights, rtol=1e-5)
     np.testing.assert_allclose(got.probs.sum(axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("score_function", "after"), KINDS)
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_given_experts(score_function, after, norm_topk_prob):
+    """Those that a router has chosen are routed as it does, bias or not; -1 is no expert, others are out of range."""
+    logits, bias = jnp.asarray(random_logits()), jnp.asarray(random_bias(EXPERTS))
+    route = functools.partial(
+        routing.top_k_routing, logits, 3, score_function, norm_topk_prob, 2.0, softmax_after_topk=after
+    )
+    chosen = route(expert_bias=bias)
+    for got, want in zip(route(expert_ids=chosen.expert_ids), chosen, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+    ids = chosen.expert_ids.at[0, 1].set(-1).at[1].set(-1).at[2, 0].set(EXPERTS).at[3, 0].set(-7)
+    got = route(expert_ids=ids)
+    np.testing.assert_array_equal(got.expert_ids, np.where((ids < -1) | (ids >= EXPERTS), -2, ids))
+    np.testing.assert_array_equal(got.expert_weights == 0, got.expert_ids < 0)
+    np.testing.assert_array_equal(got.expert_weights[4:], chosen.expert_weights[4:])
+    two = routing.top_k_routing(
+        logits, 2, score_function, norm_topk_prob, 2.0, softmax_after_topk=after, expert_ids=ids[:, jnp.array([0, 2])]
+    )
+    np.testing.assert_allclose(got.expert_weights[0, jnp.array([0, 2])], two.expert_weights[0], rtol=1e-6)
+    gradient = jax.grad(
+        lambda logits: (
+            routing.top_k_routing(logits, 3, score_function, norm_topk_prob, softmax_after_topk=after, expert_ids=ids)
+            .expert_weights[:, 0]
+            .sum()
+        )
+    )(logits)
+    assert np.isfinite(gradient).all() and not gradient[1].any() and np.abs(gradient[4]).max() > 0
+    masked = route(expert_ids=ids, token_mask=jnp.arange(TOKENS) > 0)
+    assert (masked.expert_ids[0] == -1).all() and not masked.expert_weights[0].any()
 
 
 def numpy_scores(logits, score_function):
@@ -327,6 +275,31 @@ def test_losses_convert_to_those_of_other_libraries():
     np.testing.assert_allclose(top_2, first, rtol=1e-5)
 
 
+def test_loss_of_transformers_is_of_all_layers_as_one_batch():
+    """Its ``load_balancing_loss_func``: counts and probabilities of all layers are summed before they meet."""
+    layers, mask = [random_logits(seed) for seed in range(3)], random_mask()
+
+    def transformers(mask):
+        counts, probs = np.zeros(EXPERTS), np.zeros(EXPERTS)
+        for logits in layers:
+            scores = numpy_scores(logits, "softmax")
+            chosen = np.eye(EXPERTS)[np.argsort(-scores, axis=-1, kind="stable")[:, :K]].sum(axis=1)
+            counts, probs = counts + mask @ chosen, probs + mask @ scores
+        total = len(layers) * mask.sum()
+        return EXPERTS * np.sum(counts / total * probs / total)
+
+    routed = [routing.top_k_routing(jnp.asarray(logits), K) for logits in layers]
+    probs, ids = (jnp.concatenate([getattr(r, name) for r in routed]) for name in ("probs", "expert_ids"))
+    for kept in mask, np.ones_like(mask):
+        ours = routing.load_balance_loss(probs, ids, jnp.tile(jnp.asarray(kept), len(layers)))
+        np.testing.assert_allclose(transformers(kept), K * ours, rtol=1e-5)
+    # Layers that are alike have the mean of their losses, and others do not.
+    each = [float(routing.load_balance_loss(r.probs, r.expert_ids)) for r in routed]
+    assert abs(K * np.mean(each) / transformers(np.ones_like(mask)) - 1) > 1e-3
+    layers[:] = layers[:1] * 3
+    np.testing.assert_allclose(transformers(np.ones_like(mask)), K * each[0], rtol=1e-5)
+
+
 def test_bias_update_is_the_sign_of_what_is_missing():
     load = np.array([7, 3, 5, 5], np.int32)
     np.testing.assert_array_equal(routing.expert_bias_update(jnp.asarray(load), 0.25), [-0.25, 0.25, 0, 0])
@@ -407,9 +380,18 @@ def test_gradient_of_weights_matches_differences(score_function, after):
         (lambda x: routing.top_k_routing(x, 4, num_groups=6), r"group_topk=1 must be from 2 to 6: .* nearest is 2"),
         (lambda x: routing.top_k_routing(x, 1, num_groups=2, group_topk=3), r"group_topk=3 .* nearest is 2"),
         (lambda x: routing.top_k_routing(x, 1, expert_bias=jnp.ones(3)), r"expert_bias has shape \(3,\).*\(12,\)"),
+        (
+            lambda x: routing.top_k_routing(x, 2, expert_ids=jnp.zeros((33, 1), jnp.int32)),
+            r"expert_ids has shape \(33, 1\); expected \(33, 2\), num_experts_per_tok=2 for each token",
+        ),
         (lambda x: routing.top_k_routing(x, 1, token_mask=jnp.ones(4, bool)), r"token_mask is bool\[4\].*bool\[33\]"),
     ],
 )
 def test_errors_name_argument_value_and_nearest(call, text):
     with pytest.raises(ValueError, match=text):
         call(jnp.asarray(random_logits()))
+
+
+def test_given_experts_are_int32():
+    with pytest.raises(TypeError, match=r"expert_ids has dtype float32; it must be int32: expert_ids\.astype"):
+        routing.top_k_routing(jnp.asarray(random_logits()), 1, expert_ids=jnp.zeros((TOKENS, 1)))

@@ -13,6 +13,7 @@ from test_linen import twin
 from test_nnx import assert_same, make_full_layer, make_input
 
 import mok_jax
+from mok_jax import layer
 from mok_jax.sharding import make_mesh
 
 TOKENS = 8, 8
@@ -26,11 +27,11 @@ def make_tensor_mesh(axis_type=AxisType.Auto):
 
 def make_function(front_end, mesh):
     """A full layer as a function ``(its arrays, x) -> MoEOutput``, and its arrays."""
-    layer = make_full_layer(mesh, implementation="megakernel", use_bias=True)
+    full_layer = make_full_layer(mesh, implementation="megakernel", use_bias=True)
     if front_end == "linen":
-        linen, variables = twin(layer)
+        linen, variables = twin(full_layer)
         return linen.apply, variables
-    graph, state = nnx.split(layer)
+    graph, state = nnx.split(full_layer)
     return lambda state, x: nnx.merge(graph, state)(x), state
 
 
@@ -43,6 +44,7 @@ def without_mesh():
 @pytest.fixture
 def local_tokens(monkeypatch):
     """Token counts of the calls of ``mok_jax.moe``, as each rank sees them."""
+    layer._compiled.clear_cache()  # A layer that has been traced with the same shapes would not call it again.
     counts, moe = [], mok_jax.moe
     monkeypatch.setattr(mok_jax, "moe", lambda x, *rest, **options: counts.append(len(x)) or moe(x, *rest, **options))
     return counts
