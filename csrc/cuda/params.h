@@ -57,7 +57,7 @@ struct ForwardRank : Rank {
   CUtensorMap wi_0_64, wi_1_64, wo_64;  // [E_local, H, I] twice, [E_local, I, H]
   CUtensorMap hidden_64;
   int32_t* bad_tokens;    // scalar
-  bf16* pre_activations;  // of macrobatch 0, in the order of registers (see sm90/gate_up.cuh); null: not wanted
+  bf16* pre_activations;  // of macrobatch 0, in the order of registers (see sm90/pre_activations.cuh); null: not wanted
 };
 
 struct BackwardRank : Rank {

@@ -1,8 +1,9 @@
-// The backward megakernel on Hopper: gate_up tiles where the forward's pre-activations are not kept; hidden_grad,
-// row_grad and weight_grad. row_grad is one accumulation over gate and up, its rows straight to their slots.
+// The backward megakernel on Hopper, of four kinds of tiles: gate_up where the forward's pre-activations are not kept,
+// hidden_grad, row_grad and weight_grad.
 #include "cuda/sm90/gate_up.cuh"
 #include "cuda/sm90/hidden_grad.cuh"
 #include "cuda/sm90/megakernel.cuh"
+#include "cuda/sm90/row_grad.cuh"
 #include "cuda/sm90/weight_grad.cuh"
 
 namespace mok::cuda::sm90 {
@@ -14,8 +15,8 @@ struct Backward {
   __device__ static __forceinline__ void look_up(const Rank& rank, const Plan& plan, QueuedTask& t) {
     if (t.kind == TaskKind::weight_grad) return WeightGrad::look_up(plan, t);
     t.real_rows = plan.real_rows(t.expert, t.block);
-    t.steps = steps_of(t.kind == TaskKind::row_grad ? rank.shape.intermediate : rank.shape.hidden);
-    if (t.kind == TaskKind::row_grad) t.steps *= 2;
+    t.steps = steps_of(t.kind == TaskKind::row_grad ? RowGrad::depth(rank.shape) : HiddenGrad::depth(rank.shape));
+    if (t.kind == TaskKind::row_grad) t.steps *= RowGrad::kProducts;
     if (t.kind == TaskKind::hidden_grad) t.chunks = HiddenGrad::chunks(rank.shape, t.part);
   }
 
@@ -23,50 +24,39 @@ struct Backward {
     return t.kind == TaskKind::weight_grad ? WeightGrad::place_in_run(rank, t) : PlaceInRun{t.in_run, t.run};
   }
 
-  // ---- Loads.
-
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     switch (t.kind) {
       case TaskKind::gate_up:
-        return load_gate_up(rank, s, t, loader);
+        return ReplayedGateUp::load(rank, s, t, loader);
       case TaskKind::hidden_grad:
         return HiddenGrad::load(rank, s, t, loader);
       case TaskKind::row_grad:
-        return load_row_grad(rank, s, t, loader);
+        return RowGrad::load(rank, s, t, loader);
       default:
         return WeightGrad::load(rank, s, t, loader);
     }
   }
 
-  __device__ static __forceinline__ void load_row_grad(const Rank& rank, Shared& s, const QueuedTask& t,
-                                                       Loader& loader) {
-    const int32_t count = t.steps / 2, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;
-    for (int32_t which = 0; which < 2; ++which) {
-      const CUtensorMap* weights = which ? &rank.wi_1_128 : &rank.wi_0_128;
-      for (int32_t step = 0; step < count; ++step) {
-        const int32_t k = step * kStepDepth;
-        load_step_k_major(s.tiles, loader, weights, k, column, expert, [&](uint8_t* to, uint64_t* full) {
-          tensor_load_3d(to, &rank.gate_up_grads_128, k, which, row, full);
-        });
-      }
-    }
-  }
-
-  // ---- Math.
-
   __device__ static __forceinline__ void compute(const Rank& rank, Shared& s, const QueuedTask& t, const Product& p,
                                                  Math& math) {
     Accumulators acc;
-    if (p.kind == TaskKind::weight_grad) return WeightGrad::compute(acc, rank, s, t, p, math);
+    if (p.kind == TaskKind::weight_grad) {
+      const bool in_f32 = WeightGrad::begin(acc, rank, t, p);
+      p.steps > 0 ? math.multiply<Layout::both_transposed>(acc, s, p, p.begun) : math.look_ahead(s);
+      return WeightGrad::epilogue(acc, in_f32, rank, s, t, p, math);
+    }
     if (!math.has_rows(p)) return pass(s, p, math);
-    if (p.kind == TaskKind::hidden_grad) return HiddenGrad::compute(acc, rank, s, t, p, math);
+    if (p.kind == TaskKind::hidden_grad) {
+      HiddenGrad::Known known = HiddenGrad::begin(rank, p);
+      math.multiply<Layout::activations_weights_k>(acc, s, p);
+      return HiddenGrad::epilogue(acc, known, rank, s, t, math);
+    }
     if (p.kind == TaskKind::row_grad) {
       math.multiply<Layout::activations_weights_k>(acc, s, p);
-      return math.stage_rows(acc, s);
+      return RowGrad::epilogue(acc, s, math);
     }
     math.multiply<Layout::activations_weights>(acc, s, p);
-    store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
-    math.stage_nothing(s);
+    ReplayedGateUp::epilogue(acc, rank, s, t, math);
   }
   __device__ static __forceinline__ void pass(Shared& s, const Product& p, Math& math) {
     math.pass_steps(s, p.steps, p.shared_steps());
@@ -76,34 +66,18 @@ struct Backward {
     if (p.kind != TaskKind::hidden_grad) math.stage_nothing(s);
   }
 
-  // ---- Stores.
-
   __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
                                                const QueuedTask& t, StoreSide& side) {
     switch (t.kind) {
       case TaskKind::gate_up:
-        return store_nothing(s, side);
+        return ReplayedGateUp::store(rank, s, t, side);
       case TaskKind::hidden_grad:
         if (lane_index() == 0) HiddenGrad::store(rank, s, t, side);
         return;
       case TaskKind::row_grad:
-        push_rows(rank, arena, t, s, side);
-        if (t.part == 0) push_router_grads(rank, arena, t);
-        return;
+        return RowGrad::store(rank, s, arena, t, side);
       default:
         return WeightGrad::store(rank, s, t, side);
-    }
-  }
-
-  // The router gradient of each row: its parts, added in order of columns.
-  __device__ static __forceinline__ void push_router_grads(const Rank& rank, const DeviceArena& arena,
-                                                           const QueuedTask& t) {
-    for (int32_t i = lane_index(); i < t.real_rows; i += 32) {
-      const float* parts = rank.router_parts + int64_t{t.ring_row + i} * rank.tiles.hidden_grad;
-      float sum = 0.f;
-      for (int32_t part = 0; part < rank.tiles.hidden_grad; ++part) sum += __ldcg(parts + part);
-      const RowSource to = rank.row_table[t.block * kRowBlock + i];
-      rank.in_arena<float>(to.rank, arena.at(arena.layout.weight_grads))[to.slot] = sum;
     }
   }
 

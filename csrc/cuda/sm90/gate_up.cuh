@@ -1,85 +1,95 @@
-// Gate and up tiles: [128 rows, 128 columns of gate | the same 128 of up] = rows @ (wi_0 | wi_1). A thread holds a gate
-// column and its up column, so SwiGLU needs no interleaved weights. The forward's tile, and the backward's replay.
-//
-// Pre-activations are kept in the order of registers: [ring block][tile][2 chunks of 64 columns][gate, up][8 warps]
-// [4 vectors][32 lanes][8 bf16]. The backward's hidden_grad tile holds the same elements in the same threads. A chunk
-// is contiguous, and the 2,048 bytes of a warp's gate (or up) are as many as its rows take in a box of 64 columns, so
-// that results can replace them in place.
+// gate_up: [128 rows, 128 columns of gate | the same 128 of up] = rows @ (wi_0 | wi_1). A thread holds a gate column and
+// its up column, so SwiGLU needs no interleaved weights. The forward's tile, and the backward's replay.
 #pragma once
 
+#include "cuda/activation.cuh"
 #include "cuda/sm90/math.cuh"
+#include "cuda/sm90/pre_activations.cuh"
+#include "cuda/sm90/store.cuh"
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kChunkColumns = 64, kChunkVectors = kChunkColumns / 16;
-inline constexpr int32_t kChunkElements = kBlockRows * kChunkColumns * 2;  // gate and up
-inline constexpr int32_t kTileChunks = kGateUpColumns / kChunkColumns;
-
-inline constexpr float kInfinity = __builtin_huge_valf();
-
-// The first chunk of a tile.
-__device__ __forceinline__ bf16* pre_activation_tile(bf16* pre_activations, const Rank& rank, int32_t ring_row,
-                                                     int32_t tile) {
-  const int64_t index = int64_t{ring_row / kBlockRows} * rank.tiles.gate_up + tile;
-  return pre_activations + index * kTileChunks * kChunkElements;
-}
-
-// This thread's first vector of a warp's gate.
-__device__ __forceinline__ int32_t fragment_offset() {
-  return thread_index() / 32 * kChunkVectors * 256 + lane_index() * 8;
-}
-
-// R has rows_128, wi_0_64, wi_1_64.
+// What the forward and the replay have in common. R has rows_128, wi_0_64, wi_1_64.
 template <class R>
-__device__ __forceinline__ void load_gate_up(const R& rank, Shared& s, const QueuedTask& t, Loader& loader) {
-  const int32_t steps = t.steps, row = t.ring_row, column = t.part * kGateUpColumns, expert = t.expert;
-  for (int32_t step = 0; step < steps; ++step) {
-    const int32_t k = step * kStepDepth;
-    loader.step(
-        s.tiles, [&](uint8_t* to, uint64_t* full) { tensor_load_2d(to, &rank.rows_128, k, row, full); },
-        [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
-          const CUtensorMap* weights = half ? &rank.wi_1_64 : &rank.wi_0_64;
-          load_3d(to, weights, column, k, expert, full, both);
-          load_3d(to + kBoxBytes, weights, column + kBoxColumns, k, expert, full, both);
-        });
-  }
-}
+struct GateUpProduct {
+  using Rank = R;
 
-// Rounded pre-activations of the tile, straight from registers: 512 bytes a warp and instruction.
-__device__ __forceinline__ void store_pre_activations(const Accumulators& acc, bf16* tile) {
-  bf16* to = tile + fragment_offset();
-#pragma unroll
-  for (int32_t chunk = 0; chunk < kTileChunks; ++chunk) {
-#pragma unroll
-    for (int32_t half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int32_t v = 0; v < kChunkVectors; ++v) {
-        const float* a = acc + half * kAccumulators / 2 + (chunk * kChunkVectors + v) * 8;
-        const uint4 packed = {pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
-                              pack_bf16(a[6], a[7])};
-        *reinterpret_cast<uint4*>(to + chunk * kChunkElements + half * kChunkElements / 2 + v * 256) = packed;
-      }
+  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.hidden; }
+
+  __device__ static __forceinline__ void load(const R& rank, Shared& s, const QueuedTask& t, Loader& loader) {
+    const int32_t steps = t.steps, row = t.ring_row, column = t.part * kGateUpColumns, expert = t.expert;
+    for (int32_t step = 0; step < steps; ++step) {
+      const int32_t k = step * kStepDepth;
+      loader.step(
+          s.tiles, [&](uint8_t* to, uint64_t* full) { tensor_load_2d(to, &rank.rows_128, k, row, full); },
+          [&](int32_t half, uint8_t* to, uint64_t* full, bool both) {
+            const CUtensorMap* weights = half ? &rank.wi_1_64 : &rank.wi_0_64;
+            load_3d(to, weights, column, k, expert, full, both);
+            load_3d(to + kBoxBytes, weights, column + kBoxColumns, k, expert, full, both);
+          });
     }
   }
-}
+};
 
-// 1 / (1 + exp(-x)); exp and the reciprocal are the hardware's, good to about 2 units in the last place.
-__device__ __forceinline__ float sigmoid(float x) {
-  float e, r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -1.4426950408889634f)));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(1.f, e)));
-  return r;
-}
+class GateUp : public GateUpProduct<ForwardRank> {
+ public:
+  // What the epilogue needs, known by the end of the product.
+  struct Known {
+    float limit;
+    bf16* saved;  // null: not this tile
+  };
+  __device__ static __forceinline__ Known begin(const Rank& rank, const QueuedTask& t) {
+    return {rank.activation_limit, t.macrobatch == 0 ? rank.pre_activations : nullptr};
+  }
 
-// The clamps of an activation limit; without one they cost nothing.
-template <bool kLimited>
-__device__ __forceinline__ float clamp_gate(float gate, float limit) {
-  return kLimited && gate > limit ? limit : gate;
-}
-template <bool kLimited>
-__device__ __forceinline__ float clamp_up(float up, float limit) {
-  if (!kLimited) return up;
-  return up > limit ? limit : up < -limit ? -limit : up;
-}
+  __device__ static __forceinline__ void epilogue(const Accumulators& acc, const Known& known, const Rank& rank,
+                                                  Shared& s, const QueuedTask& t, Math& math) {
+    if (known.saved) store_pre_activations(acc, pre_activation_tile(known.saved, rank, t.ring_row, t.part));
+    known.limit < kInfinity ? stage_hidden<true>(acc, known.limit, s, math)
+                            : stage_hidden<false>(acc, known.limit, s, math);
+  }
+
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const QueuedTask& t, StoreSide& side) {
+    for (int32_t group = 0; group < 2; ++group) {
+      const uint8_t* staged = side.acquire(s.tiles, group);
+      if (lane_index() < kGateUpColumns / kBoxColumns && group * kGroupRows < t.real_rows) {
+        const int32_t column = t.part * kGateUpColumns + lane_index() * kBoxColumns;
+        tensor_store_2d(&rank.hidden_64, staged + lane_index() * kStagingBox, column, t.ring_row + group * kGroupRows);
+      }
+      side.release(s.tiles, group);
+    }
+    side.advance();
+  }
+
+ private:
+  template <bool kLimited>
+  __device__ static __forceinline__ void stage_hidden(const Accumulators& acc, float limit, Shared& s, Math& math) {
+    const uint32_t address = Staging::box_address(s.tiles);
+#pragma unroll
+    for (int32_t i = 0; i < kAccumulators / 16; ++i) {
+      float hidden[8];
+#pragma unroll
+      for (int32_t j = 0; j < 8; ++j) {
+        const float gate = clamp_gate<kLimited>(acc[8 * i + j], limit);
+        const float up = clamp_up<kLimited>(acc[8 * i + j + kAccumulators / 2], limit);
+        hidden[j] = __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
+      }
+      Staging::write_box(address, i, hidden);
+    }
+    math.staging.release(s.tiles);
+  }
+};
+
+// Of a macrobatch whose pre-activations the forward has not kept, rounded as if it had.
+struct ReplayedGateUp : GateUpProduct<BackwardRank> {
+  __device__ static __forceinline__ void epilogue(const Accumulators& acc, const Rank& rank, Shared& s,
+                                                  const QueuedTask& t, Math& math) {
+    store_pre_activations(acc, pre_activation_tile(rank.pre_activations, rank, t.ring_row, t.part));
+    math.stage_nothing(s);
+  }
+  __device__ static __forceinline__ void store(const Rank&, Shared& s, const QueuedTask&, StoreSide& side) {
+    store_nothing(s, side);
+  }
+};
 
 }  // namespace mok::cuda::sm90

@@ -2,7 +2,10 @@
 // that leave from there; and the router gradient, as a dot of each row.
 #pragma once
 
-#include "cuda/sm90/gate_up.cuh"
+#include "cuda/activation.cuh"
+#include "cuda/sm90/math.cuh"
+#include "cuda/sm90/pre_activations.cuh"
+#include "cuda/sm90/store.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -13,6 +16,15 @@ inline constexpr int32_t kParkedPitch = 128 * 16;  // bytes between a thread's v
 class HiddenGrad {
  public:
   using Rank = BackwardRank;
+
+  // A row's router weight, and the running dot of its gradient dy . (hidden wo) = (dy wo^T) . hidden.
+  struct Row {
+    bool real;
+    float weight;
+    float dot;
+  };
+
+  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.hidden; }
 
   // Those of a tile that have columns.
   __device__ static __forceinline__ int32_t chunks(const Shape& s, int32_t part) {
@@ -33,14 +45,22 @@ class HiddenGrad {
     for (int32_t i = 0; i < t.chunks; ++i) loader.chunk(s.tiles, chunk + i * kChunkElements, kChunkElements * 2);
   }
 
-  __device__ static __forceinline__ void compute(Accumulators& acc, const Rank& rank, Shared& s, const QueuedTask& t,
-                                                 const Product& p, Math& math) {
+  // What the epilogue needs, known by the end of the product.
+  struct Known {
     Row rows[2];
-    find_rows(rank, p, rows);  // by the end of the product they are here
-    const float limit = rank.activation_limit;
-    math.multiply<Layout::activations_weights_k>(acc, s, p);
-    limit < kInfinity ? through_swiglu<true>(acc, limit, rows, rank, s, t, math)
-                      : through_swiglu<false>(acc, limit, rows, rank, s, t, math);
+    float limit;
+  };
+  __device__ static __forceinline__ Known begin(const Rank& rank, const Product& p) {
+    Known known;
+    find_rows(rank, p, known.rows);
+    known.limit = rank.activation_limit;
+    return known;
+  }
+
+  __device__ static __forceinline__ void epilogue(const Accumulators& acc, Known& known, const Rank& rank, Shared& s,
+                                                  const QueuedTask& t, Math& math) {
+    known.limit < kInfinity ? through_swiglu<true>(acc, known.limit, known.rows, rank, s, t, math)
+                            : through_swiglu<false>(acc, known.limit, known.rows, rank, s, t, math);
   }
 
   // One lane stores each chunk's three parts and gives its stage back for the math warps. A task without rows, after a
@@ -62,12 +82,6 @@ class HiddenGrad {
   }
 
  private:
-  // A row's router weight, and the running dot of its gradient dy . (hidden wo) = (dy wo^T) . hidden.
-  struct Row {
-    bool real;
-    float weight;
-    float dot;
-  };
   // The two rows of which this thread has accumulators.
   __device__ static __forceinline__ int32_t first_row() { return thread_index() / 32 * 16 + lane_index() / 4; }
   __device__ static __forceinline__ void find_rows(const Rank& rank, const Product& p, Row (&rows)[2]) {

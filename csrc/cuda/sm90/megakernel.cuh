@@ -2,14 +2,8 @@
 // compute tasks and waits for what they need; a producer warp loads their tiles for two math warpgroups; a store warp
 // stores or pushes what these have staged; a communication warp pulls rows and reduces tokens, and so do math warps
 // before their first and after their last task. CTAs take their roles in the order in which pairs arrive. What the
-// tasks of a direction are is in forward.cu and backward.cu, as a Work:
-//   using Rank                             its arguments
-//   look_up(rank, plan, task)              fills in what a QueuedTask knows; of weight_grad, whatever its part
-//   place_in_run(rank, task)               among neighbours with the same right operand and as many steps
-//   load(rank, s, task, loader)            loads the stages; by one lane
-//   compute(rank, s, task, product, math)  by all math warps; the product is the task's, in registers
-//   store(rank, s, arena, task, side)      by the store warp
-//   spoil(rank)                            makes results NaN, after a failure
+// tasks of a direction are is in forward.cu and backward.cu, as a Work (work.cuh); how warps wait for each other is in
+// barriers.cuh.
 #pragma once
 
 #include "cuda/communicate.cuh"
@@ -17,45 +11,46 @@
 #include "cuda/sm90/math.cuh"
 #include "cuda/sm90/scheduler.cuh"
 #include "cuda/sm90/store.cuh"
+#include "cuda/sm90/work.cuh"
 
 namespace mok::cuda::sm90 {
 
 // ---- The producer: one lane.
 
-template <class Work>
-__device__ __forceinline__ void produce(const typename Work::Rank& rank, Shared& s) {
+template <Work W>
+__device__ __forceinline__ void produce(const typename W::Rank& rank, Shared& s) {
   Loader loader;
   for_each_task(s, [&](const QueuedTask& task) {
     if (lane_index() != 0) return;
     loader.begin(s.tiles, task.shared, task.left_out);
-    Work::load(rank, s, task, loader);
+    W::load(rank, s, task, loader);
   });
 }
 
 // ---- Math warpgroups.
 
-template <class Work>
-__device__ __forceinline__ void compute(const typename Work::Rank& rank, Shared& s) {
+template <Work W>
+__device__ __forceinline__ void compute(const typename W::Rank& rank, Shared& s) {
   Math math;
   while (true) {
     const Product product = math.take(s);
     if (product.kind == kStop) return;
     math.pass_steps(s, product.left_out, 0);
-    Work::compute(rank, s, s.queue[math.turn.slot()], product, math);
+    W::compute(rank, s, s.queue[math.turn.slot()], product, math);
     math.finish(s);
   }
 }
 
 // ---- The store warp.
 
-template <class Work>
-__device__ __forceinline__ void store(const typename Work::Rank& rank, Shared& s) {
+template <Work W>
+__device__ __forceinline__ void store(const typename W::Rank& rank, Shared& s) {
   const DeviceArena arena(rank.shape);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   StoreSide side;
   for_each_task(s, [&](const QueuedTask& task) {
     side.skip(task.left_out);
-    Work::store(rank, s, arena, task, side);
+    W::store(rank, s, arena, task, side);
     bulk_wait_all();
     fence_proxy_async();
     __syncwarp();
@@ -94,8 +89,8 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
 
 // Before a CTA's stages are used, its math warps pull first rows; when they are no longer used, the warps turn to what
 // is left of the communication list. Those of a CTA that only communicates do at once.
-template <class Work>
-__device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared& s, const Roles& roles) {
+template <Work W>
+__device__ __forceinline__ void run_cta(const typename W::Rank& rank, Shared& s, const Roles& roles) {
   constexpr int32_t kUsers = (kMathWarps + 1) * 32;  // of the stages: math warps, and the producer or the store warp
   const int32_t warp = thread_index() / 32, cta = cluster_rank();
   const bool computes = roles.computes(cta);
@@ -104,7 +99,7 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
     if (computes) {
       pull_first(rank, s);
       named_barrier(kBeginBarrier, kUsers);
-      compute<Work>(rank, s);
+      compute<W>(rank, s);
       named_barrier(kEndBarrier, kUsers);
     }
     communicate(rank, s.schedule, s.call, math_buffers(s)[warp]);
@@ -116,12 +111,12 @@ __device__ __forceinline__ void run_cta(const typename Work::Rank& rank, Shared&
   } else if (!computes) {
     return;
   } else if (warp == kSchedulerWarp) {
-    if (lane_index() == 0) Scheduler<Work>(rank, s, roles).run();
+    if (lane_index() == 0) Scheduler<W>(rank, s, roles).run();
   } else if (warp == kProducerWarp) {
     named_barrier(kBeginBarrier, kUsers);
-    produce<Work>(rank, s);
+    produce<W>(rank, s);
   } else {
-    store<Work>(rank, s);
+    store<W>(rank, s);
     named_barrier(kEndBarrier, kUsers);
   }
 }
@@ -142,8 +137,8 @@ __device__ void fill_nan(T* data, int64_t count) {
 }
 
 // The rank's last CTA ends its call; float results of a call that has failed are NaN.
-template <class Work>
-__device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch, const typename Work::Rank& rank,
+template <Work W>
+__device__ __forceinline__ void depart(const Launch<typename W::Rank>& launch, const typename W::Rank& rank,
                                        Shared& s) {
   __threadfence();
   cluster_barrier();  // nobody needs this CTA's shared memory any more
@@ -156,7 +151,7 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
     __threadfence();
   }
   if (!__syncthreads_or(last)) return;
-  if (failed(rank)) Work::spoil(rank);
+  if (failed(rank)) W::spoil(rank);
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
     for (int32_t group = 0; group < kColumnGroups; ++group) {  // peers come with more only when this call has ended
@@ -169,8 +164,8 @@ __device__ __forceinline__ void depart(const Launch<typename Work::Rank>& launch
 
 // Arrival a serves rank a mod ranks, so that every rank soon has its pairs, whichever are resident. The first CTA
 // decides for both: a peer may fail at any time, and all threads must agree on whether the call goes on.
-template <class Work>
-__device__ __forceinline__ void arrive(const Launch<typename Work::Rank>& launch, Shared& s) {
+template <Work W>
+__device__ __forceinline__ void arrive(const Launch<typename W::Rank>& launch, Shared& s) {
   cluster_barrier();  // both are here
   if (thread_index() == 0 && cluster_rank() == 0) {
     const int32_t arrival = atomicAdd(&launch.rank(0).header().arrivals, 1), here = arrival % launch.ranks_here;
@@ -184,23 +179,23 @@ __device__ __forceinline__ void arrive(const Launch<typename Work::Rank>& launch
   cluster_barrier();
 }
 
-template <class Work>
-__device__ __forceinline__ void run(const Launch<typename Work::Rank>& launch) {
+template <Work W>
+__device__ __forceinline__ void run(const Launch<typename W::Rank>& launch) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (thread_index() == 0) {
     s.began = clock64();
     initialise(s);
   }
-  arrive<Work>(launch, s);
-  const typename Work::Rank& rank = launch.rank(s.here);
+  arrive<W>(launch, s);
+  const typename W::Rank& rank = launch.rank(s.here);
   if (thread_index() == 0) {
     s.call = rank.arena_header(rank.shape.rank).call + 1;
     if (s.goes_on) s.schedule = *rank.template in_workspace<Schedule>(WorkspaceLayout(rank.shape).schedule);
   }
   __syncthreads();
-  if (s.goes_on) run_cta<Work>(rank, s, roles_of(launch, s.arrival));
-  depart<Work>(launch, rank, s);
+  if (s.goes_on) run_cta<W>(rank, s, roles_of(launch, s.arrival));
+  depart<W>(launch, rank, s);
 }
 
 }  // namespace mok::cuda::sm90

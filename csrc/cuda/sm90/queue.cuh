@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/communicate.cuh"
+#include "cuda/sm90/barriers.cuh"
 #include "cuda/sm90/pair.cuh"
 
 namespace mok::cuda::sm90 {
@@ -10,8 +11,6 @@ inline constexpr int32_t kSchedulerWarp = kMathWarps, kProducerWarp = 9, kStoreW
 inline constexpr int32_t kWarps = 12, kThreads = kWarps * 32;
 inline constexpr int32_t kQueue = 4;  // tasks that are ready, under way, or being stored
 inline constexpr TaskKind kStop = static_cast<TaskKind>(-1);
-// Named barriers; 0 is the CTA's, and the first of these is one for each math warpgroup.
-inline constexpr int32_t kGroupBarrier = 1, kPullBarrier = 3, kBeginBarrier = 4, kEndBarrier = 5;
 
 // Which of how many neighbouring tasks that multiply with the same right operand.
 struct PlaceInRun {

@@ -1,14 +1,14 @@
 // The scheduler: one lane. Tasks that it has got wait in order; only their loads wait for them.
 #pragma once
 
-#include "cuda/sm90/queue.cuh"
+#include "cuda/sm90/work.cuh"
 
 namespace mok::cuda::sm90 {
 
-template <class Work>
+template <Work W>
 class Scheduler {
  public:
-  using Rank = typename Work::Rank;
+  using Rank = typename W::Rank;
 
   __device__ __forceinline__ Scheduler(const Rank& rank, Shared& s, const Roles& roles)
       : rank_(rank),
@@ -61,7 +61,7 @@ class Scheduler {
     write_task(rank_, plan, segment_, ticket, task);
     task.ring_row = plan.ring_block(task.block) * kBlockRows;
     task.chunks = 0;
-    Work::look_up(rank_, plan, task);
+    W::look_up(rank_, plan, task);
     piece_end_ = task.kind == TaskKind::weight_grad ? ticket - task.part + rank_.tiles.weight_grad : 0;
   }
   __device__ __forceinline__ int64_t get_ticket() {
@@ -72,7 +72,7 @@ class Scheduler {
   }
   // Neighbours in a run share. Their stages must be the same ones: both begin at the first, and go on alike.
   __device__ __forceinline__ void share(QueuedTask& task) {
-    const PlaceInRun at = Work::place_in_run(rank_, task);
+    const PlaceInRun at = W::place_in_run(rank_, task);
     task.shared = roles_.count > 1 && (cluster_rank() == 0 ? at.index + 1 < at.size : at.index > 0);
     task.left_out = task.shared && !aligned_ ? (kStages - stage_) % kStages : 0;
     aligned_ = task.shared;

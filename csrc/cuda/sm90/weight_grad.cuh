@@ -84,16 +84,21 @@ class WeightGrad {
     }
   }
 
-  __device__ static __forceinline__ void compute(Accumulators& acc, const Rank& rank, Shared& s, const QueuedTask& t,
-                                                 const Product& p, Math& math) {
+  // The sum that the product goes on with: of an expert that an earlier macrobatch has begun; of one without rows, all.
+  // Returns what the epilogue needs, known by the end of the product: whether the gradient is f32.
+  __device__ static __forceinline__ bool begin(Accumulators& acc, const Rank& rank, const QueuedTask& t,
+                                               const Product& p) {
     if (p.begun) {
       load_straddle(acc, straddle_of(rank, t));
     } else if (p.steps == 0) {
 #pragma unroll
       for (float& v : acc) v = 0.f;
     }
-    const bool in_f32 = rank.grads_in_f32;  // known by the end of the product
-    p.steps > 0 ? math.multiply<Layout::both_transposed>(acc, s, p, p.begun) : math.look_ahead(s);
+    return rank.grads_in_f32;
+  }
+
+  __device__ static __forceinline__ void epilogue(const Accumulators& acc, bool in_f32, const Rank& rank, Shared& s,
+                                                  const QueuedTask& t, const Product& p, Math& math) {
     if (p.goes_on) {
       store_straddle(acc, straddle_of(rank, t));
       math.stage_nothing(s);
