@@ -26,7 +26,7 @@ from mok_jax import checks, routing, sharding, splitting
 from mok_jax.activation import Activation, activate
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig, require_choice
-from mok_jax.reference import accumulator_dtype
+from mok_jax.semantics import accumulator_dtype
 from mok_jax.work import Direction, flops, product_flops
 
 GATES = ("gate", "shared_gate")

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from mok_jax import native, support
 from mok_jax.activation import ACTIVATIONS, Activation
 from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig, Save
-from mok_jax.reference import vary_alike
+from mok_jax.semantics import vary_alike
 from mok_jax.stats import MoEStats
 
 RESIDUALS_NAME = "mok_residuals"

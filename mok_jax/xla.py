@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mok_jax.activation import activate
-from mok_jax.reference import accumulator_dtype, combine, drop_bad_tokens, poison, routing_stats, vary_alike
+from mok_jax.semantics import accumulator_dtype, combine, drop_bad_tokens, poison, routing_stats, vary_alike
 
 
 def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation, activation_limit):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax import xla
 from mok_jax.activation import Activation
-from mok_jax.reference import accumulator_dtype
+from mok_jax.semantics import accumulator_dtype
 
 
 class Shape(NamedTuple):
