@@ -112,7 +112,7 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation,
     call = make_call(*shape, activation, activation_limit, config)
     operands = x, expert_ids, expert_weights, wi_0, wi_1, wo
     varied = vary_alike(*operands, axis_name=axis_name)
-    y, expert_rows, bad_tokens = _moe(call, coordinates(axis_name), operands, *varied)
+    y, expert_rows, bad_tokens = _moe(call, axis_name, operands, *varied)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
 
 
@@ -136,36 +136,38 @@ def coordinates(axis_name):
     return jnp.stack([jax.lax.axis_index(axes), group]).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe(call, where, kept, *operands):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moe(call, axis_name, kept, *operands):
     """``operands`` vary alike; ``kept`` are the same as they came, of which the backward's residuals are."""
     del kept
-    y, _, expert_rows, bad_tokens, *_ = _bind_forward(call, where, *operands)
+    y, _, expert_rows, bad_tokens, *_ = _bind_forward(call, coordinates(axis_name), *operands)
     return y, expert_rows, bad_tokens
 
 
-def _moe_forward(call, where, kept, *operands):
+def _moe_forward(call, axis_name, kept, *operands):
     """The forward that saves. Residuals are the operands as they came, and what ``call.save`` names.
 
     Cast to vary like the others, weights that are replicated over a data axis would no longer be the arrays that a
     scan over layers already holds, and it would keep a second copy of all.
     """
     call = dataclasses.replace(call, differentiated=True)
+    where = coordinates(axis_name)
     y, row_table, expert_rows, bad_tokens, pre_activations, rows, *_ = _bind_forward(call, where, *operands)
     saved = checkpoint_name((row_table, expert_rows, *what_is_kept(call, pre_activations, rows)), RESIDUALS_NAME)
     y = checkpoint_name(y, OUTPUT_NAME)
-    return (y, expert_rows, bad_tokens), (where, kept, saved)
+    return (y, expert_rows, bad_tokens), (kept, saved)
 
 
-def _moe_backward(call, residuals, cotangents):
-    where, kept, saved = residuals
+def _moe_backward(call, axis_name, residuals, cotangents):
+    kept, saved = residuals
+    where = coordinates(axis_name)  # no residual: it varies over axes of a shard_map around, which JAX does not lower
     dy, x, expert_ids, expert_weights, *weights = vary_alike(cotangents[0], *kept, axis_name=None)
     grad_dtype = weight_grad_dtype(x, weights[0])
     call = dataclasses.replace(call, differentiated=True, weight_grad_dtype=grad_dtype)
     rounded = [w.astype(x.dtype) for w in weights]
     results = backward_p.bind(x, expert_ids, expert_weights, *rounded, where, dy, *saved, call=call)
     dx, d_expert_weights, *d_weights = results[:5]
-    return None, None, dx, None, d_expert_weights, *(d.astype(weights[0].dtype) for d in d_weights)
+    return None, dx, None, d_expert_weights, *(d.astype(weights[0].dtype) for d in d_weights)
 
 
 _moe.defvjp(_moe_forward, _moe_backward)

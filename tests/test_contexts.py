@@ -36,7 +36,7 @@ def make_mesh(*axes, types=AxisType.Auto):
 
 
 def make_layer(mesh=None, **changes):
-    return MoE(**LAYER, mesh=mesh, **changes, rngs=nnx.Rngs(0))
+    return MoE(**LAYER | changes, mesh=mesh, rngs=nnx.Rngs(0))
 
 
 @functools.cache
@@ -139,20 +139,21 @@ def test_inside_a_shard_map_over_explicit_axes(want):
         assert relative_l2(jax.jit(step)(params), want) < 1e-5
 
 
-def test_gradient_inside_a_shard_map():
+@pytest.mark.parametrize("changes", [{}, {"use_bias": False}, {"apply_router_weight_on_input": True}], ids=str)
+def test_gradient_inside_a_shard_map(changes):
     mesh = make_mesh("stage", "expert")
 
     def gradient(step, params):
         return jax.jit(jax.grad(lambda params: jnp.sum(jnp.sin(step(params)))))(params)
 
-    got = gradient(*staged(make_layer(mesh), mesh, check_vma=False))
-    graph, params, rest = nnx.split(make_layer(), nnx.Param, ...)
+    got = gradient(*staged(make_layer(mesh, **changes), mesh, check_vma=False))
+    graph, params, rest = nnx.split(make_layer(**changes), nnx.Param, ...)
     want = gradient(lambda params: jnp.stack([nnx.merge(graph, params, rest)(x).output for x in make_input()]), params)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative_l2(a, b) < 1e-5
     # Where types are checked JAX's own gradient does not lower, of whatever is in there.
     with pytest.raises(NotImplementedError, match=r"shard_map over \('stage',\) with check_vma=True.*check_vma=False"):
-        gradient(*staged(make_layer(mesh), mesh))
+        gradient(*staged(make_layer(mesh, **changes), mesh))
 
 
 def test_inside_a_shard_map_over_its_own_axis():
