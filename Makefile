@@ -30,6 +30,7 @@ $(VENV)/.packages $(FLOOR)/.packages: pyproject.toml
 
 $(VENV)/.built $(FLOOR)/.built: %/.built: %/.packages $(SOURCES)
 	$(@D)/bin/pip install --quiet --no-build-isolation --no-deps $(SETTINGS) --editable .
+	cd build && ln -sf "$$(ls -t */compile_commands.json | head -n 1)" compile_commands.json  # where clangd looks
 	touch $@
 
 # On a machine with a GPU and, offline, a python3 that has jax, flax, nanobind, scikit-build-core and pytest: installs

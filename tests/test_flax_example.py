@@ -34,13 +34,13 @@ def test_the_programs_say_why_their_losses_differ(monkeypatch, capsys):
         assert "losses.main(" in Path(example.__file__).read_text()
 
 
-def test_few_lines_differ_and_the_readme_shows_them():
+def test_few_lines_differ_and_the_guide_shows_them():
     before, after = (Path(example.__file__).read_text().splitlines() for example in EXAMPLES)
     changed = [line for line in difflib.unified_diff(before, after, "", "", n=0, lineterm="") if is_change(line)]
     assert 0 < len(changed) < CHANGED_LINES, "\n".join(changed)
 
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (shown,) = re.findall(r"^```diff\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    (shown,) = re.findall(r"^```diff\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
     shown = [line for line in shown.splitlines() if is_change(line) and not line.endswith("...")]
     assert shown and set(shown) <= set(changed)
 

@@ -3,6 +3,7 @@
 //
 //   enumerate direction save SHAPE TILES shared communication_workers compute_workers seed IDS
 //   mutate    direction save SHAPE TILES IDS
+//   program   direction save SHAPE TILES IDS  -> the task lists of all ranks, each communication, then compute
 //   rows      rank SHAPE IDS                  -> the row table of a rank
 //   macrobatches ring_blocks EXPERT_BLOCKS    -> where they are cut
 //   bounds    SHAPE                           -> what is known before any token is routed
@@ -68,6 +69,43 @@ std::string mutate(std::istream& in) {
             ", \"unread\": " + std::to_string(tally.unread) + ", \"missed\": " + std::to_string(tally.missed) + "}";
   }
   return "{" + text + "}";
+}
+
+// "[family, index, amount, rank]" of a counter.
+std::string counter_of(const JointProgram& program, int32_t counter, int32_t amount) {
+  const auto [rank, family, index] = program.name(counter);
+  return "[" + quoted(kCounterNames[static_cast<int>(family)]) + ", " + std::to_string(index) + ", " +
+         std::to_string(amount) + ", " + std::to_string(rank) + "]";
+}
+
+std::string task_of(const JointProgram& program, const Node& node) {
+  const Task& t = node.task;
+  std::string waits, signals;
+  for (const Wait& wait : node.waits) {
+    waits += (waits.empty() ? "" : ", ") + counter_of(program, wait.counter, wait.target);
+  }
+  for (const Signal& signal : node.signals) {
+    signals += (signals.empty() ? "" : ", ") + counter_of(program, signal.counter, signal.amount);
+  }
+  return "{\"kind\": " + quoted(kTaskNames[static_cast<int>(t.kind)]) +
+         ", \"macrobatch\": " + std::to_string(t.macrobatch) + ", \"block\": " + std::to_string(t.block) +
+         ", \"blocks\": " + std::to_string(t.blocks) + ", \"expert\": " + std::to_string(t.expert) +
+         ", \"part\": " + std::to_string(t.part) + ", \"waits\": [" + waits + "], \"signals\": [" + signals + "]}";
+}
+
+std::string program(std::istream& in) {
+  Case c = read_case(in);
+  c.ids = rest(in);
+  const JointProgram joint(c);
+  std::string text;
+  for (int32_t list = 0; list < 2 * static_cast<int32_t>(joint.ranks().size()); ++list) {
+    std::string tasks;
+    for (int32_t i = joint.list(list).begin; i < joint.list(list).end; ++i) {
+      tasks += (tasks.empty() ? "" : ", ") + task_of(joint, joint.nodes()[i]);
+    }
+    text += (text.empty() ? "[" : ", [") + tasks + "]";
+  }
+  return "[" + text + "]";
 }
 
 std::string rows(std::istream& in) {
@@ -152,8 +190,8 @@ std::string answer(const std::string& line) {
   const struct {
     const char* name;
     std::string (*answer)(std::istream&);
-  } questions[] = {{"enumerate", enumerate}, {"mutate", mutate}, {"rows", rows},    {"macrobatches", macrobatches},
-                   {"bounds", bounds},       {"arena", arena},   {"ticket", ticket}};
+  } questions[] = {{"enumerate", enumerate},       {"mutate", mutate}, {"program", program}, {"rows", rows},
+                   {"macrobatches", macrobatches}, {"bounds", bounds}, {"arena", arena},     {"ticket", ticket}};
   for (const auto& known : questions) {
     if (question == known.name) return known.answer(in);
   }
