@@ -287,7 +287,7 @@ std::optional<std::string> failure_text() {
   const Failure* failure = Memory::instance().host_failure;
   if (!failure || *static_cast<const volatile int32_t*>(&failure->code) == 0) return std::nullopt;
   const std::string rank = "rank " + std::to_string(failure->rank);
-  if (failure->code == 2) {
+  if (static_cast<FailureCode>(failure->code) == FailureCode::entry_timeout) {
     return rank + " waited longer than entry_timeout_s for rank " + std::to_string(failure->counter) +
            " to start its call; restart the process";
   }

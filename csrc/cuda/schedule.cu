@@ -34,8 +34,8 @@ struct Block {
     if (threadIdx.x == 0) {
       int32_t* arrived = &rank.header().barrier;
       add_release_gpu(arrived, 1);
-      passed =
-          wait_until(rank, rank.timeout_ns, 1, -1, -1, [&] { return load_acquire_gpu(arrived) >= number * count; });
+      passed = wait_until(rank, rank.timeout_ns, FailureCode::timeout, -1, -1,
+                          [&] { return load_acquire_gpu(arrived) >= number * count; });
     }
     return __syncthreads_and(passed);
   }
@@ -85,7 +85,7 @@ __device__ bool meet(Block& b) {
   const int64_t peer = threadIdx.x;
   if (peer < rank.shape.ranks) {
     if (b.index == 0) store_release_sys(&rank.arena_header(peer).entered[rank.shape.rank], b.call);
-    here = wait_until(rank, rank.entry_timeout_ns, 2, -1, static_cast<int32_t>(peer),
+    here = wait_until(rank, rank.entry_timeout_ns, FailureCode::entry_timeout, -1, static_cast<int32_t>(peer),
                       [&] { return load_acquire_sys(&mine.entered[peer]) >= b.call; });
   }
   return __syncthreads_and(here);

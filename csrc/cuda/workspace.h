@@ -10,12 +10,19 @@ namespace mok::cuda {
 inline constexpr int64_t kMaxRanks = 72;
 inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kernel of one rank
 
-// Why a call ended early; all zero while nothing has.
+// Why a call ended early.
+enum class FailureCode : int32_t {
+  none = 0,
+  timeout = 1,        // a wait inside the call took longer than timeout_s
+  entry_timeout = 2,  // a peer did not start the call within entry_timeout_s
+};
+
+// All zero while nothing has failed.
 struct Failure {
-  int32_t code;  // 1: a wait inside the call ran out of time; 2: a peer did not start the call
+  int32_t code;  // a FailureCode, as the integer that atomics take
   int32_t rank;
-  int32_t task;     // TaskKind, or -1
-  int32_t counter;  // which one was too low; of code 2 the peer
+  int32_t task;     // a TaskKind; -1: no task's, the schedule kernel's
+  int32_t counter;  // which one was too low; of entry_timeout the peer
 };
 
 // At the begin of every rank's arena. Call numbers and counts only grow, over all calls.
