@@ -1,7 +1,6 @@
 #include "cuda/launch.h"
 
 #include <algorithm>
-#include <bit>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -70,21 +69,20 @@ std::optional<std::string> load_kernels(Device& device, int id, const Shape& sha
 }
 
 std::optional<std::string> make_arenas(Arenas& arenas, const Shape& shape, int32_t ranks_here) {
-  const int64_t bytes = DeviceArena(shape).bytes;
+  const int64_t bytes = allocated_arena_bytes(shape);
   if (bytes <= arenas.bytes) return std::nullopt;
-  const int64_t rounded = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
   uint8_t* base;
-  MOK_CUDA_TRY(cudaMalloc(&base, rounded * ranks_here));
+  MOK_CUDA_TRY(cudaMalloc(&base, bytes * ranks_here));
   std::vector<uint8_t*> table(ranks_here);
   for (int32_t r = 0; r < ranks_here; ++r) {
-    table[r] = base + r * rounded;
+    table[r] = base + r * bytes;
     MOK_CUDA_TRY(cudaMemset(table[r], 0, kHeaderBytes));
   }
   MOK_CUDA_TRY(cudaMalloc(&arenas.table, ranks_here * sizeof(uint8_t*)));
   MOK_CUDA_TRY(cudaMemcpy(arenas.table, table.data(), ranks_here * sizeof(uint8_t*), cudaMemcpyHostToDevice));
   if (ranks_here > 1) MOK_CUDA_TRY(cudaMalloc(&arenas.many, ranks_here * sizeof(BackwardRank)));
   MOK_CUDA_TRY(cudaDeviceSynchronize());
-  arenas.bytes = rounded;
+  arenas.bytes = bytes;
   arenas.first = base;
   return std::nullopt;
 }
@@ -136,8 +134,7 @@ void fill_common(const Call& c, int32_t i, const Arenas& arenas, Failure* host_f
 
 cuuint64_t u64(int64_t n) { return static_cast<cuuint64_t>(n); }
 
-// Elements of pre-activations that a ring holds: whole tiles.
-int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * 2 * round_up(s.intermediate, 128); }
+int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate); }
 
 bool fill(const ForwardCall& c, int32_t i, ForwardRank& rank) {
   const Shape& s = c.shape;
@@ -164,8 +161,8 @@ bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   rank.saved_rows = c.saved_rows != nullptr;
   rank.grads = nth(c.grads, i, ring * h);
   rank.row_weights = nth(c.row_weights, i, ring);
-  rank.router_parts = nth(c.router_parts, i, ring * ceil_div(inner, kRowBlock));
-  rank.straddle = nth(c.straddle, i, rank.tiles.weight_grad * kRowBlock * 256);
+  rank.router_parts = nth(c.router_parts, i, ring * router_parts_width(inner));
+  rank.straddle = nth(c.straddle, i, straddle_elements(h, inner));
   rank.expert_weight_grads = nth(c.expert_weight_grads, i, s.slots());
   rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
   rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);

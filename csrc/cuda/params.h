@@ -7,12 +7,14 @@
 
 #include "cuda/workspace.h"
 #include "moe/activation.h"
+#include "moe/scratch.h"
 
 namespace mok::cuda {
 
 using bf16 = __nv_bfloat16;
 
-inline constexpr int32_t kTileColumns = 256;  // of a product's tile, on every architecture
+// As kernels compute with it, in 32 bits.
+inline constexpr int32_t kTileColumns = static_cast<int32_t>(mok::kTileColumns);
 
 // What both directions have.
 struct Rank {

@@ -2,6 +2,8 @@
 // the arena's header, the words through which ranks meet.
 #pragma once
 
+#include <bit>
+
 #include "moe/arena.h"
 #include "moe/program.h"
 
@@ -51,6 +53,11 @@ struct DeviceArena {
     return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids);
   }
 };
+
+// What is allocated: a power of two, so that few different needs lead to few arenas.
+inline int64_t allocated_arena_bytes(const Shape& s) {
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(DeviceArena(s).bytes)));
+}
 
 // What the schedule kernel decides.
 struct Schedule {

@@ -23,7 +23,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
 #include "cuda/launch.h"
 
 namespace mok::cuda::test {
@@ -177,9 +176,9 @@ class Step {
     const int64_t n = s.ranks, ring = n * s.ring_rows, h = s.hidden, inner = s.intermediate;
     const Save save = static_cast<Save>(setting.save);
     const bool overflow = max_rows(s) > s.ring_rows;
-    const int64_t pre_activations = ring * 2 * round_up(inner, kRowBlock) * 2;
+    const int64_t pre_activations = ring * pre_activation_width(inner) * 2;
     const int64_t weight_bytes = in.experts * h * inner * (o.one("f32-grads") ? 4 : 2);
-    const int64_t straddle = n * sm90::tile_counts(s).weight_grad * kRowBlock * 256 * 4;
+    const int64_t straddle = n * straddle_elements(h, inner) * 4;
 
     Call c{};
     c.shape = s;
@@ -227,7 +226,7 @@ class Step {
     b.hidden = make<bf16>("", ring * inner * 2);
     b.gate_up_grads = make<bf16>("", ring * 2 * inner * 2);
     b.row_weights = make<float>("", ring * 4);
-    b.router_parts = make<float>("", ring * ceil_div(inner, kRowBlock) * 4);
+    b.router_parts = make<float>("", ring * router_parts_width(inner) * 4);
     b.straddle = make<float>("", overflow ? straddle : 0);
     b.workspace = make<uint8_t>("", n * WorkspaceLayout(s).bytes);
     check(prepare(s, c.ranks_here));
