@@ -12,12 +12,13 @@ import tempfile
 
 CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 ARCHITECTURE = ("-gencode", "arch=compute_90a,code=sm_90a")
-LAYER = ("cuda/launch.cc", "cuda/schedule.cu", "cuda/sm90/forward.cu", "cuda/sm90/backward.cu", "cuda/tensor_map.cc")
+HOST = [f"cuda/runtime/{name}.cc" for name in ("arguments", "device", "launch", "report", "tensor_map")]
+LAYER = (*HOST, "cuda/schedule.cu", *(f"cuda/sm90/{name}" for name in ("forward.cu", "backward.cu", "tensor_maps.cc")))
 # By program, its sources besides cuda/test/<program>.cu.
 SOURCES = {
-    "primitives": ("cuda/tensor_map.cc",),
+    "primitives": ("cuda/runtime/tensor_map.cc",),
     "pieces": (),
-    "sm90_tile": ("cuda/tensor_map.cc",),
+    "sm90_tile": ("cuda/runtime/tensor_map.cc",),
     "task_lists": ("cuda/algorithm.cu", "verify/enumerate.cc"),
     "stand_alone": LAYER,
 }

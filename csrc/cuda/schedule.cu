@@ -253,7 +253,10 @@ const void* schedule_kernel(Direction direction) {
   return direction == Direction::forward ? reinterpret_cast<const void*>(schedule_forward)
                                          : reinterpret_cast<const void*>(schedule_backward);
 }
-int64_t schedule_shared_bytes(const Shape& s) { return 4 * (kWarps * s.local_experts + 2 * s.local_experts + 1); }
+// Of the forward's Tables.
+int64_t schedule_shared_bytes(Direction direction, const Shape& s) {
+  return direction == Direction::forward ? 4 * (kWarps * s.local_experts + 2 * s.local_experts + 1) : 0;
+}
 int32_t schedule_threads() { return kThreads; }
 
 }  // namespace mok::cuda

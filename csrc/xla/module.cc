@@ -10,7 +10,7 @@
 #include "moe/scratch.h"
 #include "xla/cpu_handlers.h"
 #ifdef MOK_WITH_CUDA
-#include "cuda/launch.h"
+#include "cuda/runtime/report.h"
 #include "xla/cuda_handlers.h"
 #endif
 

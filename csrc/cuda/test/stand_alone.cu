@@ -1,4 +1,4 @@
-// One training step of the layer, forward and backward, without JAX: straight through cuda/launch.h, with as many
+// One training step of the layer, forward and backward, without JAX: straight through cuda/runtime, with as many
 // virtual ranks as wanted. A smoke test where JAX is not, and small enough for compute-sanitizer.
 //
 // The same global inputs are run in every combination of the settings given, as often as wanted. All results must be
@@ -23,7 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/launch.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/report.h"
 
 namespace mok::cuda::test {
 namespace {
@@ -68,7 +70,7 @@ struct Options {
 void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
-void check(const std::optional<std::string>& error) {
+void check(const Error& error) {
   if (error) throw std::runtime_error(*error);
 }
 
