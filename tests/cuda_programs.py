@@ -12,6 +12,7 @@ import tempfile
 
 CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 ARCHITECTURE = ("-gencode", "arch=compute_90a,code=sm_90a")
+NEXT_ARCHITECTURE = ("-gencode", "arch=compute_100f,code=sm_100f")
 HOST = [f"cuda/runtime/{name}.cc" for name in ("arguments", "device", "launch", "report", "tensor_map")]
 LAYER = (*HOST, "cuda/schedule.cu", *(f"cuda/sm90/{name}" for name in ("forward.cu", "backward.cu", "tensor_maps.cc")))
 # By program, its sources besides cuda/test/<program>.cu.
@@ -19,7 +20,7 @@ SOURCES = {
     "primitives": ("cuda/runtime/tensor_map.cc",),
     "pieces": (),
     "sm90_tile": ("cuda/runtime/tensor_map.cc",),
-    "task_lists": ("cuda/algorithm.cu", "verify/enumerate.cc"),
+    "task_lists": ("cuda/test/algorithm.cu", "verify/enumerate.cc"),
     "stand_alone": LAYER,
 }
 
@@ -55,9 +56,14 @@ def build(name, *flags):
     return _compile(output, (f"cuda/test/{name}.cu", *SOURCES[name]), *flags)
 
 
-def compile_alone(name):
-    """Compiles what is the program's own, without linking it."""
-    return _compile(f"{name}.o", (f"cuda/test/{name}.cu",), "-c")
+def sources_of_tests():
+    """What is in cuda/test, without its suffix."""
+    return sorted(path.stem for path in (CSRC / "cuda" / "test").glob("*.cu"))
+
+
+def compile_alone(name, *flags):
+    """Compiles cuda/test/<name>.cu without linking it."""
+    return _compile(f"{name}.o", (f"cuda/test/{name}.cu",), "-c", *flags)
 
 
 def start(program):

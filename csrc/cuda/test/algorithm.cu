@@ -3,11 +3,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/algorithm.h"
+#include "cuda/test/algorithm.h"
 #include "moe/arena.h"
 #include "moe/lists.h"
 
-namespace mok::cuda {
+namespace mok::cuda::test {
 namespace {
 
 // What a rank's tables are written to.
@@ -118,4 +118,4 @@ DeviceProgram make_on_device(Direction direction, Save save, const Shape& s, con
   return program;
 }
 
-}  // namespace mok::cuda
+}  // namespace mok::cuda::test
