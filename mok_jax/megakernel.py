@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from mok_jax import native, support
 from mok_jax.activation import ACTIVATIONS, Activation
-from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig, Save
+from mok_jax.config import SAVE_POLICIES, MoKConfig, Save
 from mok_jax.semantics import vary_alike
 from mok_jax.stats import MoEStats
 
@@ -201,7 +201,7 @@ def _forward_results(call, x, wi_0):
         ((n * call.max_rows, 2), np.int32),  # row table
         ((experts,), np.int32),  # rows per expert
         ((n,) if n > 1 else (), np.int32),  # bad tokens
-        ((ring if call.save != "nothing" else 0, _pre_activation_width(intermediate)), bits),
+        ((ring if call.save != "nothing" else 0, native.library().pre_activation_width(intermediate)), bits),
         ((ring, hidden), bits),  # rows
         ((ring, intermediate), bits),  # hidden activations
         ((n * call.workspace_bytes,), np.uint8),
@@ -214,7 +214,8 @@ def _backward_results(call, x, expert_weights, wi_0, wo):
     ring, overflow = n * call.ring_rows, call.ring_may_overflow
     pulled = ring if overflow or call.save != "pre_activations_and_rows" else 0
     replayed = ring if overflow or call.save == "nothing" else 0
-    straddle = n * _padded_to_tiles(hidden, intermediate) if overflow else 0
+    library = native.library()
+    straddle = n * library.straddle_elements(hidden=hidden, intermediate=intermediate) if overflow else 0
     bits, wide = _bits(x.dtype), _bits(np.float32)
     return [
         (x.shape, x.dtype),
@@ -224,11 +225,11 @@ def _backward_results(call, x, expert_weights, wi_0, wo):
         (wo.shape, call.weight_grad_dtype),
         ((pulled, hidden), bits),  # rows of x
         ((ring, hidden), bits),  # rows of dy
-        ((replayed, _pre_activation_width(intermediate)), bits),
+        ((replayed, library.pre_activation_width(intermediate)), bits),
         ((ring, intermediate), bits),  # hidden activations times router weight
         ((ring, 2 * intermediate), bits),  # gradients of gate and up
         ((ring,), wide),  # router weights
-        ((ring, -(-intermediate // ROW_BLOCK)), wide),  # parts of the router gradient
+        ((ring, library.router_parts_width(intermediate)), wide),  # parts of the router gradient
         ((straddle,), wide),  # accumulators of a straddling expert
         ((n * call.workspace_bytes,), np.uint8),
     ]
@@ -240,20 +241,6 @@ def _bits(dtype):
     JAX's debug modes look for NaN and infinity in floats, and would find what memory held before.
     """
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
-
-
-def _pre_activation_width(intermediate):
-    """Elements of gate and up that a ring keeps of a row: of whole tiles, in whatever order the executor likes."""
-    return 2 * -(-intermediate // 128) * 128
-
-
-def _padded_to_tiles(hidden, intermediate):
-    """Elements of one expert's ``wi_0, wi_1, wo`` in whole tiles of 128 x 256."""
-
-    def padded(rows, columns):
-        return -(-rows // 128) * 128 * (-(-columns // 256) * 256)
-
-    return 2 * padded(hidden, intermediate) + padded(intermediate, hidden)
 
 
 def _like(operand, results):
@@ -302,7 +289,7 @@ def _complete_residuals(ctx, operands):
     """
     x, wi_0 = ctx.avals_in[0], ctx.avals_in[3]
     saved = len(operands) - 10
-    widths = _pre_activation_width(wi_0.shape[2]), x.shape[1]
+    widths = native.library().pre_activation_width(wi_0.shape[2]), x.shape[1]
     empty = [ShapedArray((0, width), _bits(x.dtype)) for width in widths[saved:]]
     constants = [mlir.ir_constant(np.zeros(aval.shape, aval.dtype)) for aval in empty]
     return ctx.replace(avals_in=[*ctx.avals_in, *empty]), [*operands, *constants]

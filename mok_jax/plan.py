@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mok_jax import checks, megakernel, sharding, support, xla_bytes
+from mok_jax import checks, megakernel, native, sharding, support, xla_bytes
 from mok_jax.api import Implementation
 from mok_jax.config import SAVE_POLICIES, MoKConfig, Save, require_choice
 from mok_jax.zoo import LAYERS, Layer
@@ -33,10 +33,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("megakernel", "xla")
 
 # Exit statuses of the command; 2 is argparse's.
 FITS, DOES_NOT_FIT, REFUSED_TODAY = 0, 1, 3
-
-# Of DeviceArena in csrc/cuda/workspace.h and ArenaLayout in csrc/moe/arena.h; a test compiles those and compares.
-_ARENA_HEADER_BYTES = 4096
-_ARENA_ALIGNMENT = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,18 +290,6 @@ def communication_over_compute(
     return 2 / 3 * remote_share * flops_per_s / (intermediate_size * bytes_per_s)
 
 
-def arena_bytes(tokens: int, top_k: int, hidden_size: int) -> int:
-    """Bytes that one rank's arena needs on a GPU, in bf16; :func:`allocated_arena_bytes` is what it takes."""
-    rows, words = tokens * hidden_size * 2, tokens * top_k * 4
-    parts = [rows, rows, top_k * rows, words, words, words, words]
-    return _ARENA_HEADER_BYTES + sum(-(-part // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT for part in parts)
-
-
-def allocated_arena_bytes(tokens: int, top_k: int, hidden_size: int) -> int:
-    """The same rounded up to a power of two, so that few different needs lead to few arenas."""
-    return 1 << (arena_bytes(tokens, top_k, hidden_size) - 1).bit_length()
-
-
 class _Arrays(NamedTuple):
     """Shapes of a call's arrays on one GPU; ``wi`` is of two."""
 
@@ -367,7 +351,7 @@ def _count_megakernel(
     weights = [(a.shape, x.dtype) for a in (wi, wi, wo) if a.dtype != x.dtype]
     return (call.ring_rows, call.max_rows), {
         "residuals": _bytes([row_table, expert_rows, *kept]),
-        "arena": allocated_arena_bytes(tokens, top_k, layer.hidden_size),
+        "arena": native.library().arena_bytes(tokens=tokens, top_k=top_k, hidden=layer.hidden_size),
         "workspace": _bytes([workspace]),
         "weight_copy": _bytes(weights),
         "forward_buffers": _bytes([pre_activations, rows, hidden_activations]) - _bytes(kept),

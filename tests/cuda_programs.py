@@ -12,13 +12,15 @@ import tempfile
 
 CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 ARCHITECTURE = ("-gencode", "arch=compute_90a,code=sm_90a")
-LAYER = ("cuda/launch.cc", "cuda/schedule.cu", "cuda/sm90/forward.cu", "cuda/sm90/backward.cu", "cuda/tensor_map.cc")
+NEXT_ARCHITECTURE = ("-gencode", "arch=compute_100f,code=sm_100f")
+HOST = [f"cuda/runtime/{name}.cc" for name in ("arguments", "device", "launch", "report", "tensor_map")]
+LAYER = (*HOST, "cuda/schedule.cu", *(f"cuda/sm90/{name}" for name in ("forward.cu", "backward.cu", "tensor_maps.cc")))
 # By program, its sources besides cuda/test/<program>.cu.
 SOURCES = {
-    "primitives": ("cuda/tensor_map.cc",),
+    "primitives": ("cuda/runtime/tensor_map.cc",),
     "pieces": (),
-    "sm90_tile": ("cuda/tensor_map.cc",),
-    "task_lists": ("cuda/algorithm.cu", "verify/enumerate.cc"),
+    "sm90_tile": ("cuda/runtime/tensor_map.cc",),
+    "task_lists": ("cuda/test/algorithm.cu", "verify/enumerate.cc"),
     "stand_alone": LAYER,
 }
 
@@ -54,9 +56,14 @@ def build(name, *flags):
     return _compile(output, (f"cuda/test/{name}.cu", *SOURCES[name]), *flags)
 
 
-def compile_alone(name):
-    """Compiles what is the program's own, without linking it."""
-    return _compile(f"{name}.o", (f"cuda/test/{name}.cu",), "-c")
+def sources_of_tests():
+    """What is in cuda/test, without its suffix."""
+    return sorted(path.stem for path in (CSRC / "cuda" / "test").glob("*.cu"))
+
+
+def compile_alone(name, *flags):
+    """Compiles cuda/test/<name>.cu without linking it."""
+    return _compile(f"{name}.o", (f"cuda/test/{name}.cu",), "-c", *flags)
 
 
 def start(program):

@@ -28,6 +28,8 @@ def test_on_device(program, name):
 
 
 @pytest.mark.skipif(not cuda_programs.find_tool("nvcc"), reason="there is no nvcc")
-@pytest.mark.parametrize("program", cuda_programs.SOURCES)
-def test_compiles_without_a_gpu(program):
-    assert cuda_programs.compile_alone(program).stat().st_size > 0
+@pytest.mark.parametrize("source", cuda_programs.sources_of_tests())
+def test_compiles_without_a_gpu(source):
+    """The algorithm, which is tied to no architecture, for the next one, too."""
+    flags = cuda_programs.NEXT_ARCHITECTURE if source == "algorithm" else ()
+    assert cuda_programs.compile_alone(source, *flags).stat().st_size > 0

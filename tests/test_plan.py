@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from processes import run_python
-from verifier import finish_compiling, start_compiling
 
 import mok_jax
-from mok_jax import plan, xla_bytes
+from mok_jax import native, plan, xla_bytes
 from mok_jax.__main__ import main
 from mok_jax.config import SAVE_POLICIES
 from mok_jax.plan import GIB, Request, make_plan
 from mok_jax.sharding import make_mesh
 from mok_jax.zoo import LAYERS
-
-ARENA_PROGRAM = """
-#include <cstdio>
-#include <bit>
-#include "cuda/workspace.h"
-int main() {
-  long tokens, top_k, hidden;
-  while (std::scanf("%ld %ld %ld", &tokens, &top_k, &hidden) == 3) {
-    const mok::cuda::DeviceArena arena({2, 0, tokens, top_k, hidden, 0, 1, 128, 128});
-    std::printf("%ld %lu\\n", static_cast<long>(arena.bytes), std::bit_ceil(static_cast<unsigned long>(arena.bytes)));
-  }
-}
-"""
 
 
 def run_main(line):
@@ -126,15 +111,13 @@ def test_bytes_are_those_of_a_traced_step(asked):
     assert (made.ring_rows, made.max_rows) == (call.ring_rows, call.max_rows)
 
 
-def test_arena_is_that_of_the_kernels(tmp_path):
-    shapes = [(1, 1, 8), (4096, 8, 7168), (4096, 10, 4096), (777, 3, 2880), (128, 4, 64), (1 << 20, 8, 7168)]
-    source = tmp_path / "arena.cc"
-    source.write_text(ARENA_PROGRAM)
-    program = finish_compiling(*start_compiling("arena", [source]))
-    text = "\n".join(" ".join(map(str, shape)) for shape in shapes)
-    answer = subprocess.run([program], input=text, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
-    ours = [f"{plan.arena_bytes(*shape)} {plan.allocated_arena_bytes(*shape)}" for shape in shapes]
-    assert answer.splitlines() == ours
+@pytest.mark.parametrize("shape", [(1, 1, 8), (777, 3, 2880), (4096, 8, 7168), (1 << 20, 8, 7168)])
+def test_arena_has_room_for_what_peers_read_and_write(shape):
+    """``x`` and ``dy``; for each slot a row, its router weight and that one's gradient, and its expert id twice."""
+    tokens, top_k, hidden = shape
+    size = native.library().arena_bytes(tokens=tokens, top_k=top_k, hidden=hidden)
+    content = 2 * tokens * hidden * 2 + tokens * top_k * (hidden * 2 + 4 * 4)
+    assert size.bit_count() == 1 and content < size < 2 * (content + 16384)
 
 
 def test_a_known_cluster():

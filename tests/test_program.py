@@ -57,38 +57,44 @@ def routing(skew, seed, slots, experts):
     return ids.tolist()
 
 
-seen = collections.Counter()
-
-
 def check(direction, program, machine):
+    """Fails if anything is wrong with the program; returns how many macrobatches and tasks it has."""
     shape, ids = program
     answer = ask("enumerate", direction, shape, machine, ids)
     if answer["error"]:
         pytest.fail(answer["error"])
-    seen["cases"] += 1
-    seen["tasks"] += answer["tasks"]
-    seen["several macrobatches"] += answer["macrobatches"] > 1
+    return answer
+
+
+def check_many(direction, cases, drawn):
+    """So many cases, of which some must reach beyond one macrobatch: a program of one says little."""
+    seen = collections.Counter()
+
+    @settings(max_examples=cases, deadline=None, database=None)
+    @given(drawn, machines)
+    def check_each(program, machine):
+        answer = check(direction, program, machine)
+        seen.update(cases=1, tasks=answer["tasks"], several_macrobatches=answer["macrobatches"] > 1)
+
+    check_each()
+    print(dict(seen))
+    assert seen["several_macrobatches"] > seen["cases"] / 50
 
 
 @directions
-@settings(max_examples=3000, deadline=None, database=None)
-@given(programs(st.integers(1, 8), 100), machines)
-def test_few_ranks(direction, program, machine):
-    check(direction, program, machine)
+def test_few_ranks(direction):
+    check_many(direction, 3000, programs(st.integers(1, 8), 100))
 
 
 @directions
-@settings(max_examples=300, deadline=None, database=None)
-@given(programs(st.integers(1, 3), 100, experts=(14, 24), ring_blocks=(8, 48), minibatch_blocks=(8, 32)), machines)
-def test_more_blocks_than_are_pulled_first(direction, program, machine):
-    check(direction, program, machine)
+def test_more_blocks_than_are_pulled_first(direction):
+    many_blocks = {"experts": (14, 24), "ring_blocks": (8, 48), "minibatch_blocks": (8, 32)}
+    check_many(direction, 300, programs(st.integers(1, 3), 100, **many_blocks))
 
 
 @directions
-@settings(max_examples=250, deadline=None, database=None)
-@given(programs(st.integers(9, RACK_SIZE), 6), machines)
-def test_many_ranks(direction, program, machine):
-    check(direction, program, machine)
+def test_many_ranks(direction):
+    check_many(direction, 250, programs(st.integers(9, RACK_SIZE), 6))
 
 
 @directions
@@ -98,13 +104,6 @@ def test_rack(direction, skew, shared):
     for save, ring_blocks in itertools.product(SAVES, (1, 2)):
         shape = [save, RACK_SIZE, 4, 3, 2, ring_blocks, 1, [2, 2, 1, 2, 3, 4]]
         check(direction, (shape, routing(skew, 1, RACK_SIZE * 12, RACK_SIZE * 2)), [shared, 1, 1, 5])
-
-
-def test_cases_were_worth_it():
-    """That the drawn cases reach beyond one macrobatch, and how far. Runs after the tests above."""
-    print(dict(seen))
-    if seen["cases"] > 5000:
-        assert seen["several macrobatches"] > seen["cases"] / 10
 
 
 def mutation_cases():

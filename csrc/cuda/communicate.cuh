@@ -5,8 +5,7 @@
 
 #include "cuda/progress.cuh"
 #include "cuda/reduce.cuh"
-#include "moe/backward.h"
-#include "moe/forward.h"
+#include "moe/lists.h"
 
 namespace mok::cuda {
 
@@ -105,15 +104,6 @@ __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& p
        grads ? rank.grads : rank.rows, pieces);
 }
 
-__device__ __forceinline__ void write_task(const ForwardRank&, const Plan& plan, const Segment& segment, int64_t ticket,
-                                           Task& task) {
-  write_forward_task(plan, segment, ticket, task);
-}
-__device__ __forceinline__ void write_task(const BackwardRank&, const Plan& plan, const Segment& segment,
-                                           int64_t ticket, Task& task) {
-  write_backward_task(plan, segment, ticket, task);
-}
-
 __device__ __forceinline__ void signal(const Task& task, int32_t* counters) {
   for (int32_t i = 0; i < task.signal_count; ++i) add_release_gpu(counters + task.signals[i], 1);
 }
@@ -152,7 +142,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
       const int64_t ticket = schedule.first_pulls + add(rank.header().communication_ticket, 1);
       buffer.go_on = ticket < list.tasks;
       if (buffer.go_on) {
-        write_task(rank, plan, list.segment_of(ticket), ticket, buffer.task);
+        write_task<R::kDirection>(plan, list.segment_of(ticket), ticket, buffer.task);
         buffer.go_on = wait_for_task(rank, map, counters, buffer.task);
       }
     }

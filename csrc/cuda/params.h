@@ -7,12 +7,14 @@
 
 #include "cuda/workspace.h"
 #include "moe/activation.h"
+#include "moe/scratch.h"
 
 namespace mok::cuda {
 
 using bf16 = __nv_bfloat16;
 
-inline constexpr int32_t kTileColumns = 256;  // of a product's tile, on every architecture
+// As kernels compute with it, in 32 bits.
+inline constexpr int32_t kTileColumns = static_cast<int32_t>(mok::kTileColumns);
 
 // What both directions have.
 struct Rank {
@@ -53,6 +55,7 @@ struct Rank {
 // transposed operand or stored to. The swizzle is as wide as the box.
 // Gradients of gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
 struct ForwardRank : Rank {
+  static constexpr Direction kDirection = Direction::forward;
   CUtensorMap rows_128, hidden_128;     // [ring_rows, H], [ring_rows, I]
   CUtensorMap wi_0_64, wi_1_64, wo_64;  // [E_local, H, I] twice, [E_local, I, H]
   CUtensorMap hidden_64;
@@ -61,6 +64,7 @@ struct ForwardRank : Rank {
 };
 
 struct BackwardRank : Rank {
+  static constexpr Direction kDirection = Direction::backward;
   CUtensorMap rows_128, wi_0_64, wi_1_64;     // replay, as in the forward
   CUtensorMap grads_128, wo_128;              // hidden_grad: [ring_rows, H]; [E_local, I, H]
   CUtensorMap gate_up_grads_128, hidden_128;  // its results; row_grad reads the former

@@ -7,14 +7,14 @@
 namespace mok::cuda {
 
 // Records the first failure of the device: for every waiter here, and for the host.
-inline __device__ __noinline__ void fail(const Rank& rank, int32_t code, int32_t task, int32_t counter) {
+inline __device__ __noinline__ void fail(const Rank& rank, FailureCode code, int32_t task, int32_t counter) {
   Failure& failure = rank.arena_header(rank.shape.rank).failure;
-  if (atomicCAS(&failure.code, 0, code) != 0) return;
+  if (atomicCAS(&failure.code, 0, static_cast<int32_t>(code)) != 0) return;
   rank.host_failure->rank = static_cast<int32_t>(rank.shape.rank);
   rank.host_failure->task = task;
   rank.host_failure->counter = counter;
   __threadfence_system();
-  *reinterpret_cast<volatile int32_t*>(&rank.host_failure->code) = code;
+  *reinterpret_cast<volatile int32_t*>(&rank.host_failure->code) = static_cast<int32_t>(code);
 }
 
 __device__ __forceinline__ bool failed(const Rank& rank) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ bool failed(const Rank& rank) {
 
 // Until ready(); false: out of time (reported), or the call has failed elsewhere.
 template <class Ready>
-__device__ __forceinline__ bool wait_until(const Rank& rank, int64_t limit_ns, int32_t code, int32_t task,
+__device__ __forceinline__ bool wait_until(const Rank& rank, int64_t limit_ns, FailureCode code, int32_t task,
                                            int32_t counter, const Ready& ready) {
   if (ready()) return true;
   const uint64_t begin = nanoseconds();
@@ -46,10 +46,11 @@ __device__ __forceinline__ bool wait_for_task(const Rank& rank, const CounterMap
     const Wait wait = task.waits[i];
     const ArenaHeader& arena = rank.arena_header(rank.shape.rank);
     const int32_t group = wait.counter - map.arrived(0);
-    const bool ready = wait_until(rank, rank.timeout_ns, 1, static_cast<int32_t>(task.kind), wait.counter, [&] {
-      if (group < 0) return load_acquire_gpu(counters + wait.counter) >= wait.target;
-      return load_acquire_sys(&arena.arrived[group]) - arena.arrived_before[group] >= wait.target;
-    });
+    const bool ready =
+        wait_until(rank, rank.timeout_ns, FailureCode::timeout, static_cast<int32_t>(task.kind), wait.counter, [&] {
+          if (group < 0) return load_acquire_gpu(counters + wait.counter) >= wait.target;
+          return load_acquire_sys(&arena.arrived[group]) - arena.arrived_before[group] >= wait.target;
+        });
     if (!ready) return false;
   }
   fence_proxy_async();

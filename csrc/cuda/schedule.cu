@@ -3,8 +3,7 @@
 // and waits for nothing.
 #include "cuda/kernels.h"
 #include "cuda/progress.cuh"
-#include "moe/backward.h"
-#include "moe/forward.h"
+#include "moe/lists.h"
 
 namespace mok::cuda {
 namespace {
@@ -35,8 +34,8 @@ struct Block {
     if (threadIdx.x == 0) {
       int32_t* arrived = &rank.header().barrier;
       add_release_gpu(arrived, 1);
-      passed =
-          wait_until(rank, rank.timeout_ns, 1, -1, -1, [&] { return load_acquire_gpu(arrived) >= number * count; });
+      passed = wait_until(rank, rank.timeout_ns, FailureCode::timeout, -1, -1,
+                          [&] { return load_acquire_gpu(arrived) >= number * count; });
     }
     return __syncthreads_and(passed);
   }
@@ -86,7 +85,7 @@ __device__ bool meet(Block& b) {
   const int64_t peer = threadIdx.x;
   if (peer < rank.shape.ranks) {
     if (b.index == 0) store_release_sys(&rank.arena_header(peer).entered[rank.shape.rank], b.call);
-    here = wait_until(rank, rank.entry_timeout_ns, 2, -1, static_cast<int32_t>(peer),
+    here = wait_until(rank, rank.entry_timeout_ns, FailureCode::entry_timeout, -1, static_cast<int32_t>(peer),
                       [&] { return load_acquire_sys(&mine.entered[peer]) >= b.call; });
   }
   return __syncthreads_and(here);
@@ -190,7 +189,8 @@ __device__ void write_rows(const Block& b, const Tables& t) {
 }
 
 // Writes, by one thread, what the layer's kernel runs by; expert_rows and the table of first blocks are in place.
-__device__ void write_schedule(const Block& b, Direction direction) {
+template <Direction direction>
+__device__ void write_schedule(const Block& b) {
   const Rank& rank = b.rank;
   const Shape& s = rank.shape;
   Schedule& schedule = *rank.in_workspace<Schedule>(b.layout.schedule);
@@ -199,13 +199,7 @@ __device__ void write_schedule(const Block& b, Direction direction) {
             rank.in_workspace<int32_t>(b.layout.expert_block), rank.in_workspace<int32_t>(b.layout.macro_block), p);
   TaskList communication{rank.in_workspace<Segment>(b.layout.communication)};
   TaskList compute{rank.in_workspace<Segment>(b.layout.compute)};
-  if (direction == Direction::forward) {
-    forward_communication(p, communication);
-    forward_compute(p, compute);
-  } else {
-    backward_communication(p, communication);
-    backward_compute(p, compute);
-  }
+  fill_lists<direction>(p, communication, compute);
   schedule.plan = p;
   schedule.communication = communication;
   schedule.compute = compute;
@@ -242,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_forward(const __grid_con
   __syncthreads();
   if (threadIdx.x != 0) return;
   *launch.rank(static_cast<int32_t>(blockIdx.x) % launch.ranks_here).bad_tokens = b.rank.header().bad_tokens;
-  write_schedule(b, Direction::forward);
+  write_schedule<Direction::forward>(b);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) schedule_backward(const __grid_constant__ Launch<BackwardRank> launch) {
@@ -250,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_backward(const __grid_co
   if (!begin(b) || b.index != 0 || threadIdx.x != 0) return;
   place_experts(static_cast<int32_t>(b.rank.shape.local_experts), b.rank.expert_rows,
                 b.rank.in_workspace<int32_t>(b.layout.expert_block));
-  write_schedule(b, Direction::backward);
+  write_schedule<Direction::backward>(b);
 }
 
 }  // namespace
@@ -259,7 +253,10 @@ const void* schedule_kernel(Direction direction) {
   return direction == Direction::forward ? reinterpret_cast<const void*>(schedule_forward)
                                          : reinterpret_cast<const void*>(schedule_backward);
 }
-int64_t schedule_shared_bytes(const Shape& s) { return 4 * (kWarps * s.local_experts + 2 * s.local_experts + 1); }
+// Of the forward's Tables.
+int64_t schedule_shared_bytes(Direction direction, const Shape& s) {
+  return direction == Direction::forward ? 4 * (kWarps * s.local_experts + 2 * s.local_experts + 1) : 0;
+}
 int32_t schedule_threads() { return kThreads; }
 
 }  // namespace mok::cuda

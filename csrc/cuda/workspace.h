@@ -2,6 +2,8 @@
 // the arena's header, the words through which ranks meet.
 #pragma once
 
+#include <bit>
+
 #include "moe/arena.h"
 #include "moe/program.h"
 
@@ -10,12 +12,19 @@ namespace mok::cuda {
 inline constexpr int64_t kMaxRanks = 72;
 inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kernel of one rank
 
-// Why a call ended early; all zero while nothing has.
+// Why a call ended early.
+enum class FailureCode : int32_t {
+  none = 0,
+  timeout = 1,        // a wait inside the call took longer than timeout_s
+  entry_timeout = 2,  // a peer did not start the call within entry_timeout_s
+};
+
+// All zero while nothing has failed.
 struct Failure {
-  int32_t code;  // 1: a wait inside the call ran out of time; 2: a peer did not start the call
+  int32_t code;  // a FailureCode, as the integer that atomics take
   int32_t rank;
-  int32_t task;     // TaskKind, or -1
-  int32_t counter;  // which one was too low; of code 2 the peer
+  int32_t task;     // a TaskKind; -1: no task's, the schedule kernel's
+  int32_t counter;  // which one was too low; of entry_timeout the peer
 };
 
 // At the begin of every rank's arena. Call numbers and counts only grow, over all calls.
@@ -44,6 +53,11 @@ struct DeviceArena {
     return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids);
   }
 };
+
+// What is allocated: a power of two, so that few different needs lead to few arenas.
+inline int64_t allocated_arena_bytes(const Shape& s) {
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(DeviceArena(s).bytes)));
+}
 
 // What the schedule kernel decides.
 struct Schedule {

@@ -71,7 +71,7 @@ std::optional<std::string> execute(Call<T> call, GroupCall& group, const Options
   }
   PlanTables tables;
   const Plan plan = tables.plan(shape, call.save, call.routing.expert_rows, tokens);
-  const Lists lists(call.direction, shape, plan);
+  const TaskLists lists(call.direction, shape, plan);
   Workers workers(plan, lists, call.routing.row_table, group, options, [&](const Task& task, TileMatmul& matmul) {
     Tiles<T>(call.direction, shape, plan, call.buffers, tokens, call.activation, matmul).run(task);
   });

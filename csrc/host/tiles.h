@@ -8,12 +8,12 @@
 #include "host/matmul.h"
 #include "moe/arena.h"
 #include "moe/program.h"
+#include "moe/scratch.h"
 
 namespace mok::host {
 
 // Tile widths in columns. They decide only the order in which the router gradient's parts are added.
-inline constexpr int64_t kTileColumns = 256;
-inline constexpr int64_t kGateUpColumns = 128;  // of gate, and as many of up
+inline constexpr int64_t kGateUpColumns = kTileColumns / 2;  // of gate, and as many of up
 inline constexpr int64_t kWeightGradRows = kRowBlock;
 
 inline TileCounts tile_counts(const Shape& s) { return count_tiles(s, kTileColumns, kGateUpColumns, kColumnGroups); }

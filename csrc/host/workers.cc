@@ -3,9 +3,6 @@
 #include <random>
 #include <thread>
 
-#include "moe/backward.h"
-#include "moe/forward.h"
-
 namespace mok::host {
 namespace {
 
@@ -35,22 +32,7 @@ class MatmulPool {
 
 }  // namespace
 
-Lists::Lists(Direction direction, const Shape& shape, const Plan& plan)
-    : communication_segments(max_segments(shape)),
-      compute_segments(max_segments(shape)),
-      communication{communication_segments.data()},
-      compute{compute_segments.data()},
-      task_of(direction == Direction::forward ? forward_task : backward_task) {
-  if (direction == Direction::forward) {
-    forward_communication(plan, communication);
-    forward_compute(plan, compute);
-  } else {
-    backward_communication(plan, communication);
-    backward_compute(plan, compute);
-  }
-}
-
-Workers::Workers(const Plan& plan, const Lists& lists, const RowSource* row_table, GroupCall& group,
+Workers::Workers(const Plan& plan, const TaskLists& lists, const RowSource* row_table, GroupCall& group,
                  const Options& options, RunTask run_task)
     : plan_(plan),
       lists_(lists),
@@ -60,8 +42,8 @@ Workers::Workers(const Plan& plan, const Lists& lists, const RowSource* row_tabl
       run_task_(std::move(run_task)),
       map_(plan),
       counters_(map_.size()),
-      communication_{lists.communication},
-      compute_{lists.compute} {}
+      communication_{lists.communication()},
+      compute_{lists.compute()} {}
 
 void Workers::run() {
   std::vector<std::thread> threads;
@@ -81,7 +63,7 @@ void Workers::work(Queue& queue, uint64_t worker) {
   auto matmul = MatmulPool::instance().take();
   // Relaxed: claiming a ticket orders nothing, and the thread sanitizer shall not believe that it does.
   for (int64_t ticket; (ticket = queue.next.fetch_add(1, std::memory_order_relaxed)) < queue.list.tasks;) {
-    const Task task = lists_.task_of(plan_, queue.list, ticket);
+    const Task task = lists_.task(queue.list, ticket);
     if (options_.delay_seed) std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
     if (!wait_for(task)) break;
     run_task_(task, *matmul);

@@ -4,25 +4,17 @@
 #include <functional>
 
 #include "host/executor.h"
+#include "moe/lists.h"
 
 namespace mok::host {
-
-// A rank's two lists and how a ticket becomes a task.
-struct Lists {
-  std::vector<Segment> communication_segments, compute_segments;
-  TaskList communication, compute;
-  Task (*task_of)(const Plan&, const TaskList&, int64_t);
-
-  Lists(Direction direction, const Shape& shape, const Plan& plan);
-};
 
 class Workers {
  public:
   // `run_task` is called by many threads at once, each with its own TileMatmul.
   using RunTask = std::function<void(const Task&, TileMatmul&)>;
 
-  Workers(const Plan& plan, const Lists& lists, const RowSource* row_table, GroupCall& group, const Options& options,
-          RunTask run_task);
+  Workers(const Plan& plan, const TaskLists& lists, const RowSource* row_table, GroupCall& group,
+          const Options& options, RunTask run_task);
 
   // Until both lists are done, or the group's call is cancelled.
   void run();
@@ -41,7 +33,7 @@ class Workers {
   std::string describe(const Task& task) const;
 
   const Plan& plan_;
-  const Lists& lists_;
+  const TaskLists& lists_;
   const RowSource* row_table_;
   GroupCall& group_;
   const Options& options_;

@@ -71,8 +71,7 @@ MOK_FN void weight_grad_waits(const Plan& p, const CounterMap& counters, Task& t
   }
 }
 
-// Task number `ticket` of a list, of which segment `s` holds it, written where it is to lie: on a device its arrays,
-// indexed at run time, must not be in registers.
+// See write_task.
 MOK_FN void write_backward_task(const Plan& p, const Segment& s, int64_t ticket, Task& t) {
   const int64_t offset = ticket - s.first_ticket;
   const CounterMap counters(p);
@@ -136,12 +135,6 @@ MOK_FN void write_backward_task(const Plan& p, const Segment& s, int64_t ticket,
       t.wait_for(counters.arrived(0), p.valid_slots);
       break;
   }
-}
-
-MOK_FN Task backward_task(const Plan& p, const TaskList& list, int64_t ticket) {
-  Task t;
-  write_backward_task(p, list.segment_of(ticket), ticket, t);
-  return t;
 }
 
 }  // namespace mok

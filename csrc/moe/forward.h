@@ -52,8 +52,7 @@ MOK_FN void wait_for_pushes(Task& t, const Plan& p, const CounterMap& counters, 
   }
 }
 
-// Task number `ticket` of a list, of which segment `s` holds it, written where it is to lie: on a device its arrays,
-// indexed at run time, must not be in registers.
+// See write_task.
 MOK_FN void write_forward_task(const Plan& p, const Segment& s, int64_t ticket, Task& t) {
   const int64_t offset = ticket - s.first_ticket;
   const CounterMap counters(p);
@@ -86,12 +85,6 @@ MOK_FN void write_forward_task(const Plan& p, const Segment& s, int64_t ticket, 
       t.wait_for(counters.arrived(t.part), p.valid_slots);
       break;
   }
-}
-
-MOK_FN Task forward_task(const Plan& p, const TaskList& list, int64_t ticket) {
-  Task t;
-  write_forward_task(p, list.segment_of(ticket), ticket, t);
-  return t;
 }
 
 }  // namespace mok

@@ -5,6 +5,8 @@
 // that only grows within a call; a list is claimed in its order; a task whose waits are met always finishes.
 #pragma once
 
+#include <iterator>
+
 #include "moe/plan.h"
 
 namespace mok {
@@ -50,8 +52,11 @@ enum class Counter : int32_t {
 inline constexpr const char* kCounterNames[] = {
     "rows_pulled",       "grads_pulled",      "gate_up_done",      "hidden_grad_done", "pushed",
     "piece_rows_pulled", "piece_hidden_grad", "piece_weight_grad", "arrived"};
-inline constexpr int32_t kBlockFamilies = 4 + kColumnGroups;  // pushed counts as one for each group
-inline constexpr int32_t kPieceFamilies = 3;
+static_assert(std::size(kCounterNames) == static_cast<size_t>(Counter::arrived) + 1);
+// pushed, the last of a block, counts as one for each group; all from there to arrived are of a piece.
+inline constexpr int32_t kBlockFamilies = static_cast<int32_t>(Counter::pushed) + kColumnGroups;
+inline constexpr int32_t kPieceFamilies =
+    static_cast<int32_t>(Counter::arrived) - static_cast<int32_t>(Counter::pushed) - 1;
 
 // Where each counter lives in one flat array of a rank.
 struct CounterMap {
@@ -83,6 +88,7 @@ enum class TaskKind : int8_t {
 };
 inline constexpr const char* kTaskNames[] = {"pull_rows",   "pull_grads", "notify",      "gate_up", "down",
                                              "hidden_grad", "row_grad",   "weight_grad", "reduce"};
+static_assert(std::size(kTaskNames) == static_cast<size_t>(TaskKind::reduce) + 1);
 
 struct Wait {
   int32_t counter;
@@ -224,7 +230,7 @@ struct TaskList {
   }
 };
 
-// Segments that any list of a direction can have: at most four a minibatch, one a macrobatch and group, one a group,
+// Segments that a list of either direction can have: at most four a minibatch, one a macrobatch and group, one a group,
 // and the first pulls.
 MOK_FN int64_t max_segments(const Shape& s) {
   const int64_t macrobatches = max_macrobatches(s);

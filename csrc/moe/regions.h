@@ -27,10 +27,11 @@ enum class Storage : int32_t {
   slots,         // rows: slots; columns: down or row_grad tiles
   router_grads,  // rows: slots
 };
-inline constexpr int32_t kStorages = 15;
+inline constexpr int32_t kStorages = static_cast<int32_t>(Storage::router_grads) + 1;
 inline constexpr const char* kStorageNames[] = {
     "rows",         "pre_activations", "hidden", "grads", "row_weights", "gate_up_grads", "router_parts", "straddle",
     "expert_grads", "output",          "x",      "dy",    "weights",     "slots",         "router_grads"};
+static_assert(std::size(kStorageNames) == kStorages);
 
 struct Region {
   Storage storage;

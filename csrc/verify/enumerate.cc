@@ -36,23 +36,15 @@ JointProgram::JointProgram(const Case& c) : case_(c), list_begin_{0}, first_coun
     ranks_.push_back(std::make_unique<RankPlan>(c, clean, r));
     first_counter_.push_back(first_counter_.back() + CounterMap(ranks_.back()->plan).size());
   }
-  std::vector<Segment> segments(max_segments(c.shape));
   for (int32_t r = 0; r < c.shape.ranks; ++r) {
-    const bool forward = c.direction == Direction::forward;
-    for (auto fill :
-         {forward ? forward_communication : backward_communication, forward ? forward_compute : backward_compute}) {
-      TaskList list{segments.data()};
-      fill(ranks_[r]->plan, list);
-      add_list(r, list);
-    }
+    const TaskLists lists(c.direction, c.shape, ranks_[r]->plan);
+    for (const TaskList* list : {&lists.communication(), &lists.compute()}) add_list(r, lists, *list);
   }
 }
 
-void JointProgram::add_list(int32_t rank, const TaskList& list) {
-  const Plan& plan = ranks_[rank]->plan;
+void JointProgram::add_list(int32_t rank, const TaskLists& lists, const TaskList& list) {
   for (int64_t ticket = 0; ticket < list.tasks; ++ticket) {
-    const bool forward = case_.direction == Direction::forward;
-    nodes_.push_back(make_node(rank, (forward ? forward_task : backward_task)(plan, list, ticket)));
+    nodes_.push_back(make_node(rank, lists.task(list, ticket)));
   }
   first_pulls_.push_back(static_cast<int32_t>(list.first_pulls()));
   list_begin_.push_back(static_cast<int32_t>(nodes_.size()));

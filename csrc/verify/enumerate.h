@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "moe/backward.h"
-#include "moe/forward.h"
+#include "moe/lists.h"
 
 namespace mok::verify {
 
@@ -70,7 +69,7 @@ class JointProgram {
   std::string find_wrong_task() const;
 
  private:
-  void add_list(int32_t rank, const TaskList& list);
+  void add_list(int32_t rank, const TaskLists& lists, const TaskList& list);
   Node make_node(int32_t rank, const Task& task) const;
   int64_t expected_tasks(const RankPlan& r) const;
   std::string find_wrong_first_pull() const;

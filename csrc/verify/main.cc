@@ -10,6 +10,7 @@
 //   arena     SHAPE hidden item_bytes         -> byte offsets
 //   ticket    direction communication ticket TILES ring_blocks minibatch_blocks EXPERT_ROWS -> one task of one rank
 #include <iostream>
+#include <numeric>
 #include <sstream>
 
 #include "moe/arena.h"
@@ -152,31 +153,25 @@ std::string arena(std::istream& in) {
 }
 
 std::string ticket(std::istream& in) {
-  const bool forward = next(in) == 0, communication = next(in) != 0;
+  const auto direction = static_cast<Direction>(next(in));
+  const bool communication = next(in) != 0;
   const int64_t number = next(in);
-  Plan p{};
-  p.tiles = read_tiles(in);
-  p.save = Save::pre_activations;
-  p.ranks = p.token_blocks = p.valid_slots = 1;
-  p.ring_blocks = next_int(in);
-  p.minibatch_blocks = next_int(in);
+  const TileCounts tiles = read_tiles(in);
+  Shape s{};
+  s.ranks = s.top_k = 1;
+  s.ring_rows = next(in) * kRowBlock;
+  s.minibatch_rows = next(in) * kRowBlock;
   const std::vector<int32_t> expert_rows = rest(in);
-  std::vector<int32_t> expert_block{0};
-  for (int32_t n : expert_rows)
-    expert_block.push_back(expert_block.back() + static_cast<int32_t>(ceil_div(n, kRowBlock)));
-  const std::vector<int32_t> cuts = cuts_of(expert_block, p.ring_blocks);
-  p.experts = static_cast<int32_t>(expert_rows.size());
-  p.macrobatches = static_cast<int32_t>(cuts.size()) - 1;
-  p.expert_rows = expert_rows.data();
-  p.expert_block = expert_block.data();
-  p.macro_block = cuts.data();
-  std::vector<Segment> segments(5 * (p.blocks() / p.minibatch_blocks + p.macrobatches) +
-                                kColumnGroups * (p.macrobatches + 1));
-  TaskList list{segments.data()};
-  const auto fill = forward ? (communication ? forward_communication : forward_compute)
-                            : (communication ? backward_communication : backward_compute);
-  fill(p, list);
-  const Task t = (forward ? forward_task : backward_task)(p, list, number < 0 ? list.tasks + number : number);
+  s.local_experts = static_cast<int64_t>(expert_rows.size());
+  s.tokens = std::accumulate(expert_rows.begin(), expert_rows.end(), int64_t{0});
+  std::vector<int32_t> expert_block(s.local_experts + 1), macro_block(max_macrobatches(s) + 1);
+  place_experts(static_cast<int32_t>(s.local_experts), expert_rows.data(), expert_block.data());
+  Plan p;
+  make_plan(s, tiles, Save::pre_activations, 1, expert_rows.data(), expert_block.data(), macro_block.data(), p);
+  p.token_blocks = 1;  // so that a list ends with one task of each group
+  const TaskLists lists(direction, s, p);
+  const TaskList& list = communication ? lists.communication() : lists.compute();
+  const Task t = lists.task(list, number < 0 ? list.tasks + number : number);
   return "{\"tasks\": " + std::to_string(list.tasks) + ", \"kind\": " + quoted(kTaskNames[static_cast<int>(t.kind)]) +
          ", \"macrobatch\": " + std::to_string(t.macrobatch) + ", \"block\": " + std::to_string(t.block) +
          ", \"expert\": " + std::to_string(t.expert) + ", \"part\": " + std::to_string(t.part) +

@@ -5,7 +5,9 @@
 #include <optional>
 #include <string>
 
-#include "cuda/launch.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/report.h"
 #include "xla/attributes.h"
 #include "xla/bindings.h"
 

@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "cuda/workspace.h"
-#include "moe/shape.h"
+#include "moe/scratch.h"
 #include "xla/cpu_handlers.h"
 #ifdef MOK_WITH_CUDA
-#include "cuda/launch.h"
+#include "cuda/runtime/report.h"
 #include "xla/cuda_handlers.h"
 #endif
 
@@ -101,4 +101,19 @@ NB_MODULE(_native, m) {
       },
       nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
       nb::arg("ring_rows"), "Bytes of schedule and counters of a call on a GPU.");
+  m.def(
+      "arena_bytes",
+      [](int64_t tokens, int64_t top_k, int64_t hidden) {
+        mok::Shape s = shape(1, tokens, top_k, 1, 0);
+        s.hidden = hidden;
+        return mok::cuda::allocated_arena_bytes(s);
+      },
+      nb::kw_only(), nb::arg("tokens"), nb::arg("top_k"), nb::arg("hidden"),
+      "Bytes that a GPU allocates for the memory of one rank that its peers read and write.");
+  m.def("pre_activation_width", &mok::pre_activation_width, nb::arg("intermediate"),
+        "Elements of gate and up that a ring keeps of a row.");
+  m.def("router_parts_width", &mok::router_parts_width, nb::arg("intermediate"),
+        "Parts of the router gradient that a ring keeps of a row.");
+  m.def("straddle_elements", &mok::straddle_elements, nb::kw_only(), nb::arg("hidden"), nb::arg("intermediate"),
+        "Elements of an expert's gradients that wait between two macrobatches.");
 }

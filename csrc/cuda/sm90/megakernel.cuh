@@ -75,7 +75,9 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
     if (thread_index() == 0) {
       const int64_t ticket = add(rank.header().first_pull_ticket, 1);
       common.go_on = ticket < schedule.first_pulls;
-      if (common.go_on) write_task(rank, schedule.plan, schedule.communication.segments[0], ticket, common.task);
+      if (common.go_on) {
+        write_task<R::kDirection>(schedule.plan, schedule.communication.segments[0], ticket, common.task);
+      }
     }
     named_barrier(kPullBarrier, kMathWarps * 32);
     if (!common.go_on) break;

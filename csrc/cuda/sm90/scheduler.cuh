@@ -58,7 +58,7 @@ class Scheduler {
   __device__ __forceinline__ void write(int64_t ticket, QueuedTask& task) {
     const Plan& plan = s_.schedule.plan;
     if (!segment_.holds(ticket)) segment_ = s_.schedule.compute.segment_of(ticket);
-    write_task(rank_, plan, segment_, ticket, task);
+    write_task<Rank::kDirection>(plan, segment_, ticket, task);
     task.ring_row = plan.ring_block(task.block) * kBlockRows;
     task.chunks = 0;
     W::look_up(rank_, plan, task);

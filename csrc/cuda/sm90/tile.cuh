@@ -12,7 +12,7 @@
 namespace mok::cuda::sm90 {
 
 inline constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock), kGroupRows = kBlockRows / 2;
-inline constexpr int32_t kGateUpColumns = 128;
+inline constexpr int32_t kGateUpColumns = kTileColumns / 2;
 inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
 inline constexpr int32_t kStepDepth = 64;

@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "cuda/ptx.cuh"
-#include "cuda/tensor_map.h"
+#include "cuda/runtime/tensor_map.h"
 #include "cuda/test/harness.cuh"
 
 namespace mok::cuda::test {

@@ -4,8 +4,8 @@
 // registers that were wrong would show, and where.
 #include <array>
 
+#include "cuda/runtime/tensor_map.h"
 #include "cuda/sm90/tile.cuh"
-#include "cuda/tensor_map.h"
 #include "cuda/test/harness.cuh"
 
 namespace mok::cuda::test {

@@ -1,4 +1,4 @@
-// One training step of the layer, forward and backward, without JAX: straight through cuda/launch.h, with as many
+// One training step of the layer, forward and backward, without JAX: straight through cuda/runtime, with as many
 // virtual ranks as wanted. A smoke test where JAX is not, and small enough for compute-sanitizer.
 //
 // The same global inputs are run in every combination of the settings given, as often as wanted. All results must be
@@ -23,8 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.h"
-#include "cuda/launch.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/report.h"
 
 namespace mok::cuda::test {
 namespace {
@@ -69,7 +70,7 @@ struct Options {
 void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
-void check(const std::optional<std::string>& error) {
+void check(const Error& error) {
   if (error) throw std::runtime_error(*error);
 }
 
@@ -177,9 +178,9 @@ class Step {
     const int64_t n = s.ranks, ring = n * s.ring_rows, h = s.hidden, inner = s.intermediate;
     const Save save = static_cast<Save>(setting.save);
     const bool overflow = max_rows(s) > s.ring_rows;
-    const int64_t pre_activations = ring * 2 * round_up(inner, kRowBlock) * 2;
+    const int64_t pre_activations = ring * pre_activation_width(inner) * 2;
     const int64_t weight_bytes = in.experts * h * inner * (o.one("f32-grads") ? 4 : 2);
-    const int64_t straddle = n * sm90::tile_counts(s).weight_grad * kRowBlock * 256 * 4;
+    const int64_t straddle = n * straddle_elements(h, inner) * 4;
 
     Call c{};
     c.shape = s;
@@ -227,7 +228,7 @@ class Step {
     b.hidden = make<bf16>("", ring * inner * 2);
     b.gate_up_grads = make<bf16>("", ring * 2 * inner * 2);
     b.row_weights = make<float>("", ring * 4);
-    b.router_parts = make<float>("", ring * ceil_div(inner, kRowBlock) * 4);
+    b.router_parts = make<float>("", ring * router_parts_width(inner) * 4);
     b.straddle = make<float>("", overflow ? straddle : 0);
     b.workspace = make<uint8_t>("", n * WorkspaceLayout(s).bytes);
     check(prepare(s, c.ranks_here));

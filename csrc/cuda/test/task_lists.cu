@@ -5,7 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "cuda/algorithm.h"
+#include "cuda/test/algorithm.h"
 #include "verify/words.h"
 
 namespace mok::cuda::test {

@@ -1,5 +1,5 @@
 // The algorithm of csrc/moe as a device runs it: row table, macrobatches, and every task of a rank's lists. For tests,
-// which compare it with what the host makes of the same; it is not in the package.
+// which compare it with what the host makes of the same.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 #include "moe/program.h"
 
-namespace mok::cuda {
+namespace mok::cuda::test {
 
 // Of one rank.
 struct DeviceProgram {
@@ -24,4 +24,4 @@ struct DeviceProgram {
 DeviceProgram make_on_device(Direction direction, Save save, const Shape& shape, const TileCounts& tiles,
                              const std::vector<int32_t>& ids);
 
-}  // namespace mok::cuda
+}  // namespace mok::cuda::test

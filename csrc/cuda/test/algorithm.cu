@@ -3,12 +3,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/algorithm.h"
+#include "cuda/test/algorithm.h"
 #include "moe/arena.h"
-#include "moe/backward.h"
-#include "moe/forward.h"
+#include "moe/lists.h"
 
-namespace mok::cuda {
+namespace mok::cuda::test {
 namespace {
 
 // What a rank's tables are written to.
@@ -40,21 +39,14 @@ __global__ void make_tables(Shape shape, Save save, TileCounts tiles, const int3
 
 // One thread. Segments are in place already, as lists are copied around with their pointers.
 __global__ void make_lists(Direction direction, const Plan* plan, TaskList* communication, TaskList* compute) {
-  if (direction == Direction::forward) {
-    forward_communication(*plan, *communication);
-    forward_compute(*plan, *compute);
-  } else {
-    backward_communication(*plan, *communication);
-    backward_compute(*plan, *compute);
-  }
+  fill_lists(direction, *plan, *communication, *compute);
 }
 
 // Any number of threads: task(ticket) is a pure function.
 __global__ void list_tasks(Direction direction, const Plan* plan, const TaskList* list, Task* tasks) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t ticket = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; ticket < list->tasks; ticket += step) {
-    direction == Direction::forward ? write_forward_task(*plan, list->segment_of(ticket), ticket, tasks[ticket])
-                                    : write_backward_task(*plan, list->segment_of(ticket), ticket, tasks[ticket]);
+    write_task(direction, *plan, list->segment_of(ticket), ticket, tasks[ticket]);
   }
 }
 
@@ -126,4 +118,4 @@ DeviceProgram make_on_device(Direction direction, Save save, const Shape& s, con
   return program;
 }
 
-}  // namespace mok::cuda
+}  // namespace mok::cuda::test

@@ -1,4 +1,4 @@
-#include "cuda/tensor_map.h"
+#include "cuda/runtime/tensor_map.h"
 
 #include <cuda_runtime.h>
 

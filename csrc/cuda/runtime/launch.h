@@ -1,12 +1,8 @@
-// The host's side of a call on a GPU: memory that outlives calls, tensor maps, and the launches of each direction.
+// A call on a GPU as the host has it, and the launches of each direction.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <optional>
-#include <string>
-
 #include "cuda/params.h"
+#include "cuda/runtime/error.h"
 
 namespace mok::cuda {
 
@@ -45,23 +41,9 @@ struct BackwardCall : Call {
   bool grads_in_f32;
 };
 
-// Makes what launches need on the current device: arenas for this shape, and every kernel loaded. May allocate and
-// synchronise; must have run once before a launch. All return what went wrong, or nothing.
-std::optional<std::string> prepare(const Shape& shape, int32_t ranks_here);
-
 // Only enqueue: memory set, schedule kernel, layer kernel. With virtual ranks they copy from host memory too, which is
-// not for graphs.
-std::optional<std::string> launch_forward(const ForwardCall& call, cudaStream_t stream);
-std::optional<std::string> launch_backward(const BackwardCall& call, cudaStream_t stream);
-
-// Calls of one rank alone that the current device has completed, and the clock cycles of all CTAs of their layer
-// kernels. Waits for the device, so not while a graph is captured; begins anew when a bigger arena is made.
-struct Cycles {
-  int64_t calls, cycles;
-};
-Cycles cycles();
-
-// What the device has reported of an earlier call, if anything. Reads host memory only.
-std::optional<std::string> failure_text();
+// not for graphs. `prepare` must have run for the shape.
+Error launch_forward(const ForwardCall& call, cudaStream_t stream);
+Error launch_backward(const BackwardCall& call, cudaStream_t stream);
 
 }  // namespace mok::cuda

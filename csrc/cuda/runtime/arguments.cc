@@ -1,0 +1,63 @@
+#include "cuda/runtime/arguments.h"
+
+#include "cuda/kernels.h"
+
+namespace mok::cuda {
+namespace {
+
+int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+
+int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate); }
+
+// What both directions have.
+void fill_common(const Call& c, int32_t i, const Arenas& arenas, Rank& rank) {
+  const Shape& s = c.shape;
+  rank.shape = s;
+  rank.shape.rank += i;
+  rank.tiles = sm90::tile_counts(s);
+  rank.save = c.save;
+  rank.activation = c.activation;
+  rank.activation_limit = c.activation_limit;
+  rank.timeout_ns = nanoseconds(c.timeout_s);
+  rank.entry_timeout_ns = nanoseconds(c.entry_timeout_s);
+  rank.x = nth(c.x, i, s.tokens * s.hidden);
+  rank.dy = nth(c.dy, i, s.tokens * s.hidden);
+  rank.expert_ids = nth(c.expert_ids, i, s.slots());
+  rank.expert_weights = nth(c.expert_weights, i, s.slots());
+  rank.out = nth(c.out, i, s.tokens * s.hidden);
+  rank.row_table = nth(c.row_table, i, max_rows(s));
+  rank.expert_rows = nth(c.expert_rows, i, s.local_experts);
+  rank.rows = nth(c.rows, i, s.ring_rows * s.hidden);
+  rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate);
+  rank.workspace = nth(c.workspace, i, WorkspaceLayout(s).bytes);
+  rank.arenas = arenas.table;
+  rank.host_failure = Runtime::instance().host_failure;
+}
+
+}  // namespace
+
+void fill(const ForwardCall& c, int32_t i, const Arenas& arenas, ForwardRank& rank) {
+  fill_common(c, i, arenas, rank);
+  rank.bad_tokens = c.bad_tokens + i;
+  rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(c.shape));
+}
+
+void fill(const BackwardCall& c, int32_t i, const Arenas& arenas, BackwardRank& rank) {
+  fill_common(c, i, arenas, rank);
+  const Shape& s = c.shape;
+  const int64_t grad_bytes = s.local_experts * s.hidden * s.intermediate * (c.grads_in_f32 ? 4 : 2);
+  rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(s));
+  rank.saved_pre_activations = nth(c.saved_pre_activations, i, pre_activation_elements(s));
+  rank.saved_rows = c.saved_rows != nullptr;
+  rank.grads = nth(c.grads, i, s.ring_rows * s.hidden);
+  rank.row_weights = nth(c.row_weights, i, s.ring_rows);
+  rank.router_parts = nth(c.router_parts, i, s.ring_rows * router_parts_width(s.intermediate));
+  rank.straddle = nth(c.straddle, i, straddle_elements(s.hidden, s.intermediate));
+  rank.expert_weight_grads = nth(c.expert_weight_grads, i, s.slots());
+  rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
+  rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);
+  rank.wo_grad = nth(static_cast<std::byte*>(c.wo_grad), i, grad_bytes);
+  rank.grads_in_f32 = c.grads_in_f32;
+}
+
+}  // namespace mok::cuda
