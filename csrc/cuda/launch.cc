@@ -166,7 +166,7 @@ bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   rank.row_weights = nth(c.row_weights, i, ring);
   rank.router_parts = nth(c.router_parts, i, ring * ceil_div(inner, kRowBlock));
   rank.straddle = nth(c.straddle, i, rank.tiles.weight_grad * kRowBlock * 256);
-  rank.expert_weight_grads = nth(c.expert_weight_grads, i, s.slots());
+  rank.router_grads = nth(c.router_grads, i, s.slots());
   rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
   rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);
   rank.wo_grad = nth(static_cast<std::byte*>(c.wo_grad), i, grad_bytes);

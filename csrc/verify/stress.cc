@@ -157,7 +157,7 @@ class RankStep {
     c.buffers.rows = rows_.data();
     c.buffers.pre_activations = schedule_.save == Save::nothing ? nullptr : pre_activations_.data();
     c.buffers.hidden = hidden.data();
-    c.buffers.y = y_.data();
+    c.buffers.out = y_.data();
     return execute(c, number, entry_timeout_s);
   }
 
@@ -179,8 +179,8 @@ class RankStep {
     b.straddle = straddle.data();
     b.saved_pre_activations = schedule_.save == Save::nothing ? nullptr : pre_activations_.data();
     b.saved_rows = schedule_.save == Save::pre_activations_and_rows ? rows_.data() : nullptr;
-    b.y = dx_.data();
-    b.weight_grads = router_grads_.data();
+    b.out = dx_.data();
+    b.router_grads = router_grads_.data();
     b.wi_0_grad = wi_0_grad_.data();
     b.wi_1_grad = wi_1_grad_.data();
     b.wo_grad = wo_grad_.data();

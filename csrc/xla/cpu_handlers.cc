@@ -109,14 +109,14 @@ ffi::Future forward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids,
     b.rows = data<T>(rows);
     b.pre_activations = pre_activations->element_count() ? data<T>(pre_activations) : nullptr;
     b.hidden = data<T>(hidden);
-    b.y = data<T>(y);
+    b.out = data<T>(y);
     return launch(call, a, site, run, where.typed_data<int32_t>()[1]);
   });
 }
 
 ffi::Future backward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids, Buffer expert_weights, Buffer wi_0,
                      Buffer wi_1, Buffer wo, Buffer where, Buffer dy, Buffer row_table, Buffer expert_rows,
-                     Buffer saved_pre_activations, Buffer saved_rows, Result dx, Result weight_grads, Result wi_0_grad,
+                     Buffer saved_pre_activations, Buffer saved_rows, Result dx, Result router_grads, Result wi_0_grad,
                      Result wi_1_grad, Result wo_grad, Result rows, Result grads, Result pre_activations, Result hidden,
                      Result gate_up_grads, Result row_weights, Result router_parts, Result straddle, Result,
                      Attributes a) {
@@ -142,8 +142,8 @@ ffi::Future backward(CallSite* site, ffi::RunId run, Buffer x, Buffer expert_ids
     b.straddle = data<float>(straddle);
     b.saved_pre_activations = saved_pre_activations.element_count() ? data<T>(saved_pre_activations) : nullptr;
     b.saved_rows = saved_rows.element_count() ? data<T>(saved_rows) : nullptr;
-    b.y = data<T>(dx);
-    b.weight_grads = data<float>(weight_grads);
+    b.out = data<T>(dx);
+    b.router_grads = data<float>(router_grads);
     b.wi_0_grad = wi_0_grad->untyped_data();
     b.wi_1_grad = wi_1_grad->untyped_data();
     b.wo_grad = wo_grad->untyped_data();

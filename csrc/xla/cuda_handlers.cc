@@ -95,7 +95,7 @@ ffi::Error initialize_backward(Buffer x, Buffer expert_ids, Buffer, Buffer wi_0,
 
 ffi::Error backward(cudaStream_t stream, Buffer x, Buffer expert_ids, Buffer expert_weights, Buffer wi_0, Buffer wi_1,
                     Buffer wo, Buffer, Buffer dy, Buffer row_table, Buffer expert_rows, Buffer saved_pre_activations,
-                    Buffer saved_rows, Result dx, Result expert_weight_grads, Result wi_0_grad, Result wi_1_grad,
+                    Buffer saved_rows, Result dx, Result router_grads, Result wi_0_grad, Result wi_1_grad,
                     Result wo_grad, Result rows, Result grads, Result pre_activations, Result hidden,
                     Result gate_up_grads, Result row_weights, Result router_parts, Result straddle, Result workspace,
                     Attributes a) {
@@ -107,7 +107,7 @@ ffi::Error backward(cudaStream_t stream, Buffer x, Buffer expert_ids, Buffer exp
   c.expert_rows = data<int32_t>(expert_rows);
   c.saved_pre_activations = data_or_null<bf16>(saved_pre_activations);
   c.saved_rows = data_or_null<bf16>(saved_rows);
-  c.expert_weight_grads = data<float>(expert_weight_grads);
+  c.router_grads = data<float>(router_grads);
   c.wi_0_grad = wi_0_grad->untyped_data();
   c.wi_1_grad = wi_1_grad->untyped_data();
   c.wo_grad = wo_grad->untyped_data();
