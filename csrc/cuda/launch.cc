@@ -136,8 +136,8 @@ void fill_common(const Call& c, int32_t i, const Arenas& arenas, Failure* host_f
 
 cuuint64_t u64(int64_t n) { return static_cast<cuuint64_t>(n); }
 
-// Elements of pre-activations that a ring holds: whole tiles.
-int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * 2 * round_up(s.intermediate, 128); }
+// Of a whole ring.
+int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate); }
 
 bool fill(const ForwardCall& c, int32_t i, ForwardRank& rank) {
   const Shape& s = c.shape;
@@ -164,8 +164,8 @@ bool fill(const BackwardCall& c, int32_t i, BackwardRank& rank) {
   rank.saved_rows = c.saved_rows != nullptr;
   rank.grads = nth(c.grads, i, ring * h);
   rank.row_weights = nth(c.row_weights, i, ring);
-  rank.router_parts = nth(c.router_parts, i, ring * ceil_div(inner, kRowBlock));
-  rank.straddle = nth(c.straddle, i, rank.tiles.weight_grad * kRowBlock * 256);
+  rank.router_parts = nth(c.router_parts, i, ring * max_router_parts(inner));
+  rank.straddle = nth(c.straddle, i, straddle_elements(h, inner));
   rank.router_grads = nth(c.router_grads, i, s.slots());
   rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
   rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);
@@ -226,7 +226,8 @@ std::optional<std::string> launch(Direction direction, const void* layer_kernel,
     if (!fill(call, i, many[i])) return "cuTensorMapEncodeTiled refused a tensor map";
     MOK_CUDA_TRY(cudaMemsetAsync(many[i].workspace, 0, WorkspaceLayout(call.shape).zeroed, stream));
   }
-  Launch<R> arguments{many[0], nullptr, call.ranks_here, call.communication_ctas};
+  Launch<R> arguments{
+      .one = many[0], .many = nullptr, .ranks_here = call.ranks_here, .communication_ctas = call.communication_ctas};
   if (call.ranks_here > 1) {
     arguments.many = reinterpret_cast<R*>(arenas.many);
     MOK_CUDA_TRY(cudaMemcpyAsync(arenas.many, many.data(), many.size() * sizeof(R), cudaMemcpyHostToDevice, stream));

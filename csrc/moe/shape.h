@@ -51,4 +51,17 @@ MOK_FN int64_t max_macrobatches(const Shape& s) {
   return larger<int64_t>(1, ceil_div(max_rows(s), shortest_macrobatch(s.ring_rows)));
 }
 
+// Elements of gate and up that a ring keeps of a row. This and the next two leave room for whole tiles, of at most
+// kRowBlock rows and 256 columns (of gate and of up 128 each), in whatever order an executor likes.
+MOK_FN int64_t pre_activation_width(int64_t intermediate) { return 2 * round_up(intermediate, 128); }
+
+// Parts of a row's router gradient: one for each tile, of at least 128 columns.
+MOK_FN int64_t max_router_parts(int64_t intermediate) { return ceil_div(intermediate, 128); }
+
+// Accumulators of one expert's weight gradients.
+MOK_FN int64_t straddle_elements(int64_t hidden, int64_t intermediate) {
+  return 2 * round_up(hidden, kRowBlock) * round_up(intermediate, 256) +
+         round_up(intermediate, kRowBlock) * round_up(hidden, 256);
+}
+
 }  // namespace mok
