@@ -159,7 +159,7 @@ struct Setting {
 // What a step computes: bytes by name.
 using Results = std::map<std::string, std::vector<uint8_t>>;
 
-// The layer with its memory. Sizes are those that mok_jax/megakernel.py declares.
+// The layer with its memory. Sizes are those of csrc/ffi/buffers.h.
 class Step {
  public:
   Step(const Inputs& in, const Options& o, const Setting& setting) {

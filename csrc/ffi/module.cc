@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "cuda/workspace.h"
+#include "ffi/cpu.h"
 #include "moe/shape.h"
-#include "xla/cpu_handlers.h"
 #ifdef MOK_WITH_CUDA
 #include "cuda/launch.h"
-#include "xla/cuda_handlers.h"
+#include "ffi/cuda.h"
 #endif
 
 namespace nb = nanobind;
@@ -24,7 +24,15 @@ nb::capsule handler(F* function) {
 }
 
 mok::Shape shape(int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts, int64_t ring_rows) {
-  return {ranks, 0, tokens, top_k, 0, 0, local_experts, ring_rows, mok::kRowBlock};
+  return {.ranks = ranks,
+          .rank = 0,
+          .tokens = tokens,
+          .top_k = top_k,
+          .hidden = 0,
+          .intermediate = 0,
+          .local_experts = local_experts,
+          .ring_rows = ring_rows,
+          .minibatch_rows = mok::kRowBlock};
 }
 
 std::string failure_text() {
@@ -100,4 +108,10 @@ NB_MODULE(_native, m) {
       },
       nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
       nb::arg("ring_rows"), "Bytes of schedule and counters of a call on a GPU.");
+  m.def("pre_activation_width", &mok::pre_activation_width, nb::kw_only(), nb::arg("intermediate"),
+        "Elements of gate and up that a ring keeps of a row.");
+  m.def("max_router_parts", &mok::max_router_parts, nb::kw_only(), nb::arg("intermediate"),
+        "Parts of a row's router gradient.");
+  m.def("straddle_elements", &mok::straddle_elements, nb::kw_only(), nb::arg("hidden"), nb::arg("intermediate"),
+        "Accumulators of the expert that straddles two macrobatches.");
 }
