@@ -234,7 +234,7 @@ def make_plan(request: Request) -> Plan:
 def _why_not_megakernel(request: Request, layer: Layer, mesh: GpuMesh) -> str | None:
     arrays = _Arrays.of(request, layer, mesh)
     place = support.Place("cuda", compute_capability=request.compute_capability)
-    refusal = support.why_not(place, arrays.x, arrays.wi, mesh.expert, layer.activation)
+    refusal = support.why_not(place, arrays.x, arrays.wi_0, mesh.expert, layer.activation)
     return None if refusal is None else str(refusal)
 
 
@@ -291,11 +291,11 @@ def communication_over_compute(
 
 
 class _Arrays(NamedTuple):
-    """Shapes of a call's arrays on one GPU; ``wi`` is of two."""
+    """Shapes of a call's arrays on one GPU; ``wi_1`` is like ``wi_0``."""
 
     x: jax.ShapeDtypeStruct
     expert_weights: jax.ShapeDtypeStruct
-    wi: jax.ShapeDtypeStruct
+    wi_0: jax.ShapeDtypeStruct
     wo: jax.ShapeDtypeStruct
 
     @classmethod
@@ -305,7 +305,7 @@ class _Arrays(NamedTuple):
         return cls(
             x=like((request.tokens_per_gpu, hidden), jnp.bfloat16),
             expert_weights=like((request.tokens_per_gpu, layer.num_experts_per_tok), np.float32),
-            wi=like((experts, hidden, intermediate), np.dtype(request.param_dtype)),
+            wi_0=like((experts, hidden, intermediate), np.dtype(request.param_dtype)),
             wo=like((experts, intermediate, hidden), np.dtype(request.param_dtype)),
         )
 
@@ -337,25 +337,23 @@ def _count_bytes(
 def _count_megakernel(
     request: Request, layer: Layer, mesh: GpuMesh, arrays: _Arrays
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    x, expert_weights, wi, wo = arrays
+    x, _, wi, wo = arrays
     config = MoKConfig(save=request.save, ring_rows=request.ring_rows)
     tokens, top_k = request.tokens_per_gpu, layer.num_experts_per_tok
     shape = mesh.expert, tokens, top_k, mesh.experts_per_gpu
     call = megakernel.make_call(*shape, layer.activation, layer.activation_limit, config)
     call = dataclasses.replace(call, differentiated=True, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi))
-    _, row_table, expert_rows, _, pre_activations, rows, hidden_activations, workspace = megakernel._forward_results(
-        call, x, wi
-    )
-    backward_buffers = megakernel._backward_results(call, x, expert_weights, wi, wo)[5:-1]
-    kept = megakernel.what_is_kept(call, pre_activations, rows)
+    forward, backward = megakernel.forward_results(call, arrays), megakernel.backward_results(call, arrays)
+    kept = megakernel.residuals_of(call, forward)
+    saved = [a for a in (kept.saved_pre_activations, kept.saved_rows) if a is not None]
     weights = [(a.shape, x.dtype) for a in (wi, wi, wo) if a.dtype != x.dtype]
     return (call.ring_rows, call.max_rows), {
-        "residuals": _bytes([row_table, expert_rows, *kept]),
+        "residuals": _bytes([kept.row_table, kept.expert_rows, *saved]),
         "arena": native.library().arena_bytes(tokens=tokens, top_k=top_k, hidden=layer.hidden_size),
-        "workspace": _bytes([workspace]),
+        "workspace": _bytes([forward.workspace]),
         "weight_copy": _bytes(weights),
-        "forward_buffers": _bytes([pre_activations, rows, hidden_activations]) - _bytes(kept),
-        "backward_buffers": _bytes(backward_buffers),
+        "forward_buffers": _bytes(forward.rings) - _bytes(saved),
+        "backward_buffers": _bytes(backward.scratch),
     }
 
 
@@ -370,7 +368,7 @@ def _count_xla(
         hidden=layer.hidden_size,
         intermediate=layer.intermediate_size,
         dtype=arrays.x.dtype,
-        param_dtype=arrays.wi.dtype,
+        param_dtype=arrays.wi_0.dtype,
         activation=layer.activation,
         activation_limit=layer.activation_limit,
     )

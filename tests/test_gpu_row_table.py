@@ -41,7 +41,8 @@ def run(inputs, ep):
 
 @functools.partial(jax.jit, static_argnames="call")
 def _forward(*operands, call):
-    return megakernel.forward_p.bind(*operands, jnp.zeros(2, jnp.int32), call=call)[1:4]
+    results = megakernel.forward(call, megakernel.ForwardOperands.of(jnp.zeros(2, jnp.int32), *operands))
+    return results.row_table, results.expert_rows, results.bad_tokens
 
 
 def check(case, ep):

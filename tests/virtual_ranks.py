@@ -46,9 +46,9 @@ def run_with_stats(inputs, ep, config=None, activation_limit=None) -> tuple[Outp
 @functools.partial(jax.jit, static_argnames="call")
 def _step(x, expert_ids, expert_weights, wi_0, wi_1, wo, dy, *, call):
     where = jnp.zeros(2, jnp.int32)
-    operands = (x, expert_ids, expert_weights, *(w.astype(x.dtype) for w in (wi_0, wi_1, wo)), where)
-    y, row_table, expert_rows, bad, pre_activations, rows, *_ = megakernel.forward_p.bind(*operands, call=call)
-    saved = row_table, expert_rows, *megakernel.what_is_kept(call, pre_activations, rows)
-    backward = dataclasses.replace(call, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi_0))
-    gradients = megakernel.backward_p.bind(*operands, dy, *saved, call=backward)[:5]
-    return Outputs(y, *gradients), expert_rows, bad
+    operands = megakernel.ForwardOperands.of(where, x, expert_ids, expert_weights, wi_0, wi_1, wo)
+    results = megakernel.forward(call, operands)
+    saved = megakernel.residuals_of(call, results)
+    call = dataclasses.replace(call, weight_grad_dtype=megakernel.weight_grad_dtype(x, wi_0))
+    gradients = megakernel.backward(call, megakernel.BackwardOperands.of(operands, dy, saved)).gradients
+    return Outputs(results.y, *gradients), results.expert_rows, results.bad_tokens

@@ -76,8 +76,8 @@ struct BackwardRank : Rank {
   float* row_weights;                                                         // [ring_rows]
   bf16* grads;                                                                // [ring_rows, H], of dy
   float* router_parts;                                                        // [ring_rows, hidden_grad tiles]
-  float* straddle;             // [weight_grad tiles, 128, 256], accumulators in the order of registers
-  float* expert_weight_grads;  // [T, K]
+  float* straddle;      // [weight_grad tiles, 128, 256], accumulators in the order of registers
+  float* router_grads;  // [T, K]
   void *wi_0_grad, *wi_1_grad, *wo_grad;
   bool grads_in_f32;
 };

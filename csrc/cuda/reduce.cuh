@@ -194,8 +194,8 @@ __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces
 // Router gradients of the same tokens: as they came; of empty slots 0, of bad tokens NaN.
 __device__ __forceinline__ void collect_router_grads(const BackwardRank& rank, const SlotBlock& b) {
   const DeviceArena arena(rank.shape);
-  const float* grads = rank.in_arena<float>(rank.shape.rank, arena.at(arena.layout.weight_grads)) + b.first_slot;
-  float* to = rank.expert_weight_grads + b.first_slot;
+  const float* grads = rank.in_arena<float>(rank.shape.rank, arena.at(arena.layout.router_grads)) + b.first_slot;
+  float* to = rank.router_grads + b.first_slot;
   for (int32_t slot = lane_index(); slot < b.tokens * b.top_k; slot += 32) {
     to[slot] = b.bad[slot / b.top_k] ? kNaN : b.ids[slot] < 0 ? 0.f : __ldcg(grads + slot);
   }

@@ -200,7 +200,7 @@ void Tiles<T>::push_router_grads(const Task& t, int64_t rows) {
     float sum = 0.f;
     for (int32_t part = 0; part < plan_.tiles.hidden_grad; ++part) sum += parts[part];
     const RowSource source = buffers_.row_table[t.block * kRowBlock + i];
-    in_arena<float>(source.rank, layout_.weight_grads)[source.slot] = sum;
+    in_arena<float>(source.rank, layout_.router_grads)[source.slot] = sum;
   }
 }
 
@@ -272,7 +272,7 @@ void Tiles<T>::reduce(const Task& t) {
       const float weight = backward_ ? 1.f : weights[slot];
       for (int64_t i = 0; i < count; ++i) sum[i] += weight * to_float(slots[slot * h + i]);
     }
-    store(sum.data(), count, buffers_.y + token * h + first);
+    store(sum.data(), count, buffers_.out + token * h + first);
   }
   if (backward_ && t.part == 0) collect_router_grads(begin * k_count, end * k_count);
 }
@@ -280,10 +280,10 @@ void Tiles<T>::reduce(const Task& t) {
 // As they came; of empty slots 0, of bad tokens NaN.
 template <class T>
 void Tiles<T>::collect_router_grads(int64_t begin, int64_t end) {
-  const float* router_grads = in_arena<float>(plan_.rank, layout_.weight_grads);
+  const float* returned = in_arena<float>(plan_.rank, layout_.router_grads);
   for (int64_t slot = begin; slot < end; ++slot) {
     const bool bad = tokens_.bad[slot / shape_.top_k], empty = tokens_.clean[slot] < 0;
-    buffers_.weight_grads[slot] = bad ? kNaN : empty ? 0.f : router_grads[slot];
+    buffers_.router_grads[slot] = bad ? kNaN : empty ? 0.f : returned[slot];
   }
 }
 

@@ -44,8 +44,8 @@ struct Buffers {
   const T* saved_rows;  // as `rows` and `pre_activations`, of macrobatch 0, from the forward; or null
   const T* saved_pre_activations;
 
-  T* y;                 // [T, H]; dx in the backward
-  float* weight_grads;  // [T, K], of the router weights
+  T* out;               // [T, H], y or dx
+  float* router_grads;  // [T, K]
   void *wi_0_grad, *wi_1_grad, *wo_grad;
   bool grads_in_f32;  // else in T
 };

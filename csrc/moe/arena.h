@@ -11,7 +11,7 @@ struct ArenaLayout {
   int64_t dy;            // [T, H], the source of reverse-combine
   int64_t slots;         // [T * K, H], where rows come back: y rows in the forward, dx rows in the backward
   int64_t weights;       // [T * K] f32, router weights
-  int64_t weight_grads;  // [T * K] f32, where their gradients come back
+  int64_t router_grads;  // [T * K] f32, where their gradients come back
   int64_t expert_ids;    // [T * K] int32, clean (see clean_expert_ids)
   int64_t bytes;         // of the whole
 
@@ -24,7 +24,7 @@ struct ArenaLayout {
     dy = take(s.tokens * s.hidden * item);
     slots = take(s.slots() * s.hidden * item);
     weights = take(s.slots() * 4);
-    weight_grads = take(s.slots() * 4);
+    router_grads = take(s.slots() * 4);
     expert_ids = take(s.slots() * 4);
   }
 

@@ -149,7 +149,7 @@ std::string arena(std::istream& in) {
   Shape s = read_shape(in);
   s.hidden = next(in);
   const ArenaLayout at(s, next(in));
-  return list_of(std::vector<int64_t>{at.x, at.dy, at.slots, at.weights, at.weight_grads, at.expert_ids, at.bytes});
+  return list_of(std::vector<int64_t>{at.x, at.dy, at.slots, at.weights, at.router_grads, at.expert_ids, at.bytes});
 }
 
 std::string ticket(std::istream& in) {

@@ -83,15 +83,15 @@ class RankStep {
  public:
   RankStep(const Sizes& sizes, const Schedule& schedule, int64_t rank, const RankInputs<T>& inputs)
       : schedule_(schedule),
-        shape_{sizes.ranks,
-               rank,
-               sizes.tokens,
-               sizes.top_k,
-               sizes.hidden,
-               sizes.intermediate,
-               sizes.local_experts,
-               schedule.ring_rows,
-               schedule.minibatch_rows},
+        shape_{.ranks = sizes.ranks,
+               .rank = rank,
+               .tokens = sizes.tokens,
+               .top_k = sizes.top_k,
+               .hidden = sizes.hidden,
+               .intermediate = sizes.intermediate,
+               .local_experts = sizes.local_experts,
+               .ring_rows = schedule.ring_rows,
+               .minibatch_rows = schedule.minibatch_rows},
         inputs_(inputs) {
     if (shape_.ring_rows == 0) shape_.ring_rows = max_rows(shape_);
     row_table_.resize(max_rows(shape_));
@@ -132,9 +132,13 @@ class RankStep {
     c.shape = shape_;
     c.save = schedule_.save;
     c.activation = {Activation::swiglu, std::numeric_limits<float>::infinity()};
-    c.inputs = {inputs_.x.data(), direction == Direction::backward ? inputs_.dy.data() : nullptr, inputs_.ids.data(),
-                inputs_.expert_weights.data()};
-    c.routing = {row_table_.data(), expert_rows_.data(), direction == Direction::forward ? &bad_tokens_ : nullptr};
+    c.inputs = {.x = inputs_.x.data(),
+                .dy = direction == Direction::backward ? inputs_.dy.data() : nullptr,
+                .expert_ids = inputs_.ids.data(),
+                .expert_weights = inputs_.expert_weights.data()};
+    c.routing = {.row_table = row_table_.data(),
+                 .expert_rows = expert_rows_.data(),
+                 .bad_tokens = direction == Direction::forward ? &bad_tokens_ : nullptr};
     c.buffers.wi_0 = inputs_.wi_0.data();
     c.buffers.wi_1 = inputs_.wi_1.data();
     c.buffers.wo = inputs_.wo.data();
@@ -142,11 +146,14 @@ class RankStep {
   }
 
   std::optional<std::string> execute(const host::Call<T>& c, int64_t number, double entry_timeout_s) const {
-    const auto group =
-        host::Groups::instance().join({0, number, 0}, shape_.rank, shape_.ranks, ArenaLayout(shape_, sizeof(T)).bytes);
-    return host::execute(
-        c, *group,
-        {schedule_.communication_workers, schedule_.compute_workers, schedule_.delay_seed, entry_timeout_s, 60});
+    const auto group = host::Groups::instance().join({.call_site = 0, .run = number, .group = 0}, shape_.rank,
+                                                     shape_.ranks, ArenaLayout(shape_, sizeof(T)).bytes);
+    const host::Options options{.communication_workers = schedule_.communication_workers,
+                                .compute_workers = schedule_.compute_workers,
+                                .delay_seed = schedule_.delay_seed,
+                                .entry_timeout_s = entry_timeout_s,
+                                .timeout_s = 60};
+    return host::execute(c, *group, options);
   }
 
   std::optional<std::string> forward(int64_t number, double entry_timeout_s) {
@@ -157,7 +164,7 @@ class RankStep {
     c.buffers.rows = rows_.data();
     c.buffers.pre_activations = schedule_.save == Save::nothing ? nullptr : pre_activations_.data();
     c.buffers.hidden = hidden.data();
-    c.buffers.y = y_.data();
+    c.buffers.out = y_.data();
     return execute(c, number, entry_timeout_s);
   }
 
@@ -179,8 +186,8 @@ class RankStep {
     b.straddle = straddle.data();
     b.saved_pre_activations = schedule_.save == Save::nothing ? nullptr : pre_activations_.data();
     b.saved_rows = schedule_.save == Save::pre_activations_and_rows ? rows_.data() : nullptr;
-    b.y = dx_.data();
-    b.weight_grads = router_grads_.data();
+    b.out = dx_.data();
+    b.router_grads = router_grads_.data();
     b.wi_0_grad = wi_0_grad_.data();
     b.wi_1_grad = wi_1_grad_.data();
     b.wo_grad = wo_grad_.data();

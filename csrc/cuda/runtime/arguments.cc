@@ -53,7 +53,7 @@ void fill(const BackwardCall& c, int32_t i, const Arenas& arenas, BackwardRank& 
   rank.row_weights = nth(c.row_weights, i, s.ring_rows);
   rank.router_parts = nth(c.router_parts, i, s.ring_rows * router_parts_width(s.intermediate));
   rank.straddle = nth(c.straddle, i, straddle_elements(s.hidden, s.intermediate));
-  rank.expert_weight_grads = nth(c.expert_weight_grads, i, s.slots());
+  rank.router_grads = nth(c.router_grads, i, s.slots());
   rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
   rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);
   rank.wo_grad = nth(static_cast<std::byte*>(c.wo_grad), i, grad_bytes);

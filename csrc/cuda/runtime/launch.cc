@@ -79,7 +79,8 @@ Error launch(const C& call, cudaStream_t stream) {
   std::vector<R> ranks(call.ranks_here);
   if (auto error = fill_all(call, arenas, ranks)) return error;
   if (auto error = clear_counters(ranks, stream)) return error;
-  Launch<R> arguments{ranks[0], nullptr, call.ranks_here, call.communication_ctas};
+  Launch<R> arguments{
+      .one = ranks[0], .many = nullptr, .ranks_here = call.ranks_here, .communication_ctas = call.communication_ctas};
   if (auto error = copy_arguments(ranks, arenas, arguments, stream)) return error;
   if (auto error = launch_schedule(device, arguments, stream)) return error;
   return launch_layer(device, call.reserved_sms, arguments, stream);

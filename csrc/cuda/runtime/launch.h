@@ -36,7 +36,7 @@ struct BackwardCall : Call {
   bf16 *pre_activations, *saved_pre_activations, *saved_rows;  // or null
   bf16 *grads, *gate_up_grads;
   float *row_weights, *router_parts, *straddle;
-  float* expert_weight_grads;
+  float* router_grads;
   void *wi_0_grad, *wi_1_grad, *wo_grad;
   bool grads_in_f32;
 };

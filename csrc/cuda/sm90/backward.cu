@@ -85,7 +85,7 @@ struct Backward {
     const Shape& s = rank.shape;
     const int64_t weights = s.local_experts * s.hidden * s.intermediate;
     fill_nan(rank.out, s.tokens * s.hidden);
-    fill_nan(rank.expert_weight_grads, s.slots());
+    fill_nan(rank.router_grads, s.slots());
     for (void* grad : {rank.wi_0_grad, rank.wi_1_grad, rank.wo_grad}) {
       rank.grads_in_f32 ? fill_nan(static_cast<float*>(grad), weights) : fill_nan(static_cast<bf16*>(grad), weights);
     }

@@ -46,7 +46,7 @@ class RowGrad {
       float sum = 0.f;
       for (int32_t part = 0; part < rank.tiles.hidden_grad; ++part) sum += __ldcg(parts + part);
       const RowSource to = rank.row_table[t.block * kRowBlock + i];
-      rank.in_arena<float>(to.rank, arena.at(arena.layout.weight_grads))[to.slot] = sum;
+      rank.in_arena<float>(to.rank, arena.at(arena.layout.router_grads))[to.slot] = sum;
     }
   }
 };

@@ -160,19 +160,19 @@ struct Setting {
 // What a step computes: bytes by name.
 using Results = std::map<std::string, std::vector<uint8_t>>;
 
-// The layer with its memory. Sizes are those that mok_jax/megakernel.py declares.
+// The layer with its memory. Sizes are those of csrc/ffi/buffers.h.
 class Step {
  public:
   Step(const Inputs& in, const Options& o, const Setting& setting) {
-    Shape s{setting.ranks,
-            0,
-            in.tokens / setting.ranks,
-            in.top_k,
-            in.hidden,
-            in.intermediate,
-            in.experts / setting.ranks,
-            0,
-            o.one("minibatch-rows")};
+    Shape s{.ranks = setting.ranks,
+            .rank = 0,
+            .tokens = in.tokens / setting.ranks,
+            .top_k = in.top_k,
+            .hidden = in.hidden,
+            .intermediate = in.intermediate,
+            .local_experts = in.experts / setting.ranks,
+            .ring_rows = 0,
+            .minibatch_rows = o.one("minibatch-rows")};
     if (in.tokens % s.ranks != 0 || in.experts % s.ranks != 0) throw std::runtime_error("ranks must divide all");
     s.ring_rows = setting.ring_rows > 0 ? smaller(setting.ring_rows, max_rows(s)) : max_rows(s);
     const int64_t n = s.ranks, ring = n * s.ring_rows, h = s.hidden, inner = s.intermediate;
@@ -215,7 +215,7 @@ class Step {
     b.timeout_s = 1e-6 * static_cast<double>(o.all("timeout-us").back());
     b.dy = input(in.dy);
     b.out = make<bf16>("dx", in.tokens * h * 2);
-    b.expert_weight_grads = make<float>("d_expert_weights", in.tokens * s.top_k * 4);
+    b.router_grads = make<float>("router_grads", in.tokens * s.top_k * 4);
     b.wi_0_grad = make<void>("d_wi_0", weight_bytes);
     b.wi_1_grad = make<void>("d_wi_1", weight_bytes);
     b.wo_grad = make<void>("d_wo", weight_bytes);
@@ -292,7 +292,7 @@ void expect_failure(const Options& o, const Results& results) {
   if (!text) throw std::runtime_error("no failure was reported");
   if (o.one("poison")) throw std::runtime_error("poisoned memory is NaN anyway");
   const bool f32 = o.one("f32-grads") != 0;
-  bool nan = all_nan<bf16>(results.at("dx")) && all_nan<float>(results.at("d_expert_weights"));
+  bool nan = all_nan<bf16>(results.at("dx")) && all_nan<float>(results.at("router_grads"));
   nan = nan && all_nan<bf16>(results.at("y")) == (o.one("fails") == 1);
   for (const char* name : {"d_wi_0", "d_wi_1", "d_wo"}) {
     nan = nan && (f32 ? all_nan<float>(results.at(name)) : all_nan<bf16>(results.at(name)));
@@ -311,7 +311,7 @@ void expect_finite(const Inputs& in, const Options& o, const Results& results) {
   };
   check_all("y", as_numbers<bf16>(results.at("y")), in.hidden);
   check_all("dx", as_numbers<bf16>(results.at("dx")), in.hidden);
-  check_all("d_expert_weights", as_numbers<float>(results.at("d_expert_weights")), in.top_k);
+  check_all("router_grads", as_numbers<float>(results.at("router_grads")), in.top_k);
   for (const char* name : {"d_wi_0", "d_wi_1", "d_wo"}) {
     const std::vector<uint8_t>& bytes = results.at(name);
     check_all(name, o.one("f32-grads") ? as_numbers<float>(bytes) : as_numbers<bf16>(bytes), 0);
@@ -348,7 +348,7 @@ std::vector<double> expert_row(const Inputs& in, int64_t token, int64_t expert) 
 double error_of_some_tokens(const Inputs& in, const Results& results) {
   constexpr int64_t kTokens = 8;
   const std::vector<double> y = as_numbers<bf16>(results.at("y"));
-  const std::vector<double> grads = as_numbers<float>(results.at("d_expert_weights"));
+  const std::vector<double> grads = as_numbers<float>(results.at("router_grads"));
   double y_error = 0, y_size = 0, grad_error = 0, grad_size = 0;
   const auto add = [](double actual, double expected, double& error, double& size) {
     error += (actual - expected) * (actual - expected);

@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "cuda/workspace.h"
+#include "ffi/cpu.h"
 #include "moe/scratch.h"
-#include "xla/cpu_handlers.h"
 #ifdef MOK_WITH_CUDA
 #include "cuda/runtime/report.h"
-#include "xla/cuda_handlers.h"
+#include "ffi/cuda.h"
 #endif
 
 namespace nb = nanobind;
@@ -24,7 +24,15 @@ nb::capsule handler(F* function) {
 }
 
 mok::Shape shape(int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts, int64_t ring_rows) {
-  return {ranks, 0, tokens, top_k, 0, 0, local_experts, ring_rows, mok::kRowBlock};
+  return {.ranks = ranks,
+          .rank = 0,
+          .tokens = tokens,
+          .top_k = top_k,
+          .hidden = 0,
+          .intermediate = 0,
+          .local_experts = local_experts,
+          .ring_rows = ring_rows,
+          .minibatch_rows = mok::kRowBlock};
 }
 
 std::string failure_text() {
