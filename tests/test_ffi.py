@@ -70,7 +70,7 @@ def direct(direction, platform="cpu", save="pre_activations_and_rows", dtype=Non
         operands = megakernel.BackwardOperands.of(operands, operands.x, megakernel.residuals_of(call, results))
         operands = operands._replace(**empty_residuals(operands))
         results = megakernel.backward_results(call, operands)
-    attributes = {"abi": np.int32(native.INTERFACE), **call.attributes("cpu" if platform == "cpu" else "cuda")}
+    attributes = {"interface": np.int32(native.INTERFACE), **call.attributes("cpu" if platform == "cpu" else "cuda")}
     return Direct(f"mok_{direction}", operands._asdict(), results._asdict(), attributes)
 
 
@@ -87,14 +87,13 @@ def test_right_call_runs(direction, save, platform):
 
 @pytest.mark.parametrize("platform", ON)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_another_abi(direction, platform):
-    call = direct(direction, platform)
-    call.attributes["abi"] += 1
-    here = native.INTERFACE
-    text = f"the program is of ABI {here + 1}, the extension of ABI {here}: mok_jax's Python sources and its compiled"
+def test_another_interface(direction, platform):
+    call, number = direct(direction, platform), native.INTERFACE
+    call.attributes["interface"] += 1
+    text = f"the program is of interface {number + 1}, the extension of interface {number}: mok_jax's Python sources"
     call.assert_refused(text, platform)
-    del call.attributes["abi"]
-    call.assert_refused(f"the program is of an unknown ABI, the extension of ABI {native.INTERFACE}", platform)
+    del call.attributes["interface"]
+    call.assert_refused(f"the program is of an unknown interface, the extension of interface {number}", platform)
 
 
 @pytest.mark.parametrize("platform", ON)

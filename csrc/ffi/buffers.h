@@ -1,6 +1,6 @@
 // The buffers of a call by name, once for both platforms. Members are read in the order in which they stand, which is
 // that of the tuples in mok_jax/megakernel/buffers.py: each line says what a buffer holds, what it is called, and how
-// much of it executors will read or write. What crosses changes together with INTERFACE in mok_jax/native.py.
+// much of it executors will read or write. A change of what crosses raises INTERFACE in mok_jax/native.py.
 #pragma once
 
 #include "cuda/workspace.h"
@@ -8,8 +8,6 @@
 #include "moe/scratch.h"
 
 namespace mok::xla_ffi {
-
-inline constexpr int32_t kAbi = MOK_INTERFACE;  // of mok_jax/native.py, by CMake
 
 // Of one rank; `rank` and `minibatch_rows` are the platform's to say. Throws what no shape can have.
 inline Shape shape_of(const Reader& reader, const Attributes& a, int64_t tokens, int64_t top_k, int64_t hidden,

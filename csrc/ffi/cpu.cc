@@ -128,7 +128,7 @@ template <template <class> class Buffers>
 ffi::Future execute(CallSite* site, ffi::RunId id, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     ffi::Dictionary attributes) {
   try {
-    Reader reader(Buffers<float>::kTarget, kAbi, operands, results, attributes);
+    Reader reader(Buffers<float>::kTarget, operands, results, attributes);
     if (reader.operand_type() == ffi::BF16) return run(reader.all<Buffers<host::BFloat16>>(), site, id);
     return run(reader.all<Buffers<float>>(), site, id);
   } catch (const WrongCall& wrong) {

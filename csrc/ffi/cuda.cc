@@ -96,7 +96,7 @@ template <template <class> class Buffers, class Stage>
 ffi::Error with_buffers(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                         const ffi::Dictionary& attributes, const Stage& stage) {
   try {
-    Reader reader(Buffers<bf16>::kTarget, kAbi, operands, results, attributes);
+    Reader reader(Buffers<bf16>::kTarget, operands, results, attributes);
     return to_error(stage(reader.all<Buffers<bf16>>()));
   } catch (const WrongCall& wrong) {
     return to_error(wrong.what());

@@ -41,13 +41,13 @@ std::string text_of(ffi::DataType type, Dimensions dimensions) {
 
 }  // namespace
 
-Reader::Reader(const char* target, int32_t abi, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+Reader::Reader(const char* target, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                const ffi::Dictionary& attributes)
     : target_(target), operands_(operands), results_(results), attributes_(attributes) {
-  const ffi::ErrorOr<int32_t> given = attributes.get<int32_t>("abi");
-  if (given.has_value() && *given == abi) return;
-  refuse("the program is of " + (given.has_value() ? "ABI " + std::to_string(*given) : std::string("an unknown ABI")) +
-         ", the extension of ABI " + std::to_string(abi) +
+  const ffi::ErrorOr<int32_t> given = attributes.get<int32_t>("interface");
+  if (given.has_value() && *given == MOK_INTERFACE) return;
+  refuse("the program is of " + (given.has_value() ? "interface " + std::to_string(*given) : "an unknown interface") +
+         ", the extension of interface " + std::to_string(MOK_INTERFACE) +
          ": mok_jax's Python sources and its compiled extension are of different builds. Build the extension again "
          "(`make build` or `pip install .`), or export the program again");
 }

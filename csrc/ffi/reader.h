@@ -59,8 +59,8 @@ struct Crossing<Bits<V>> {
 
 class Reader {
  public:
-  // Throws if the call is of another ABI.
-  Reader(const char* target, int32_t abi, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+  // Throws if the program was made by Python sources of another interface.
+  Reader(const char* target, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
          const ffi::Dictionary& attributes);
 
   template <class V>

@@ -1,7 +1,7 @@
 """The buffers of a call by name, in the order in which they cross the FFI: ``csrc/ffi/buffers.h`` has the same lists.
 
-A new buffer is a field here, with the size of a result, and a member there; ``native.INTERFACE`` then goes up, so
-that a program and an extension that do not fit refuse each other.
+A new buffer is a field here, with the size of a result, and a member there. ``native.INTERFACE`` then goes up, so that
+a program and an extension that do not fit refuse each other.
 """
 
 from collections.abc import Iterable

@@ -108,7 +108,7 @@ def _make_primitive(name, name_operands, results):
         else:
             native.register_cuda_targets()
         ctx, operands = _complete_residuals(ctx, avals, name_operands(call, operands))
-        attributes = {"abi": np.int32(native.INTERFACE), **call.attributes(platform)}
+        attributes = {"interface": np.int32(native.INTERFACE), **call.attributes(platform)}
         return jax.ffi.ffi_lowering(name, has_side_effect=False)(ctx, *operands, **attributes)
 
     def lower_elsewhere(ctx, *_, call):
