@@ -1,5 +1,5 @@
-// gate_up: [128 rows, 128 columns of gate | the same 128 of up] = rows @ (wi_0 | wi_1). A thread holds a gate column and
-// its up column, so SwiGLU needs no interleaved weights. The forward's tile, and the backward's replay.
+// gate_up: [128 rows, 128 columns of gate | the same 128 of up] = rows @ (wi_0 | wi_1). A thread holds a gate column
+// and its up column, so SwiGLU needs no interleaved weights. The forward's tile, and the backward's replay.
 #pragma once
 
 #include "cuda/activation.cuh"

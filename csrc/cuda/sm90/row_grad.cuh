@@ -1,5 +1,5 @@
-// row_grad: dgate wi_0^T + dup wi_1^T, one accumulation over both. The rows of a tile go straight to their slots, and with
-// those of the first columns the router gradients.
+// row_grad: dgate wi_0^T + dup wi_1^T, one accumulation over both. The rows of a tile go straight to their slots, and
+// with those of the first columns the router gradients.
 #pragma once
 
 #include "cuda/sm90/math.cuh"
