@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -327,6 +328,7 @@ class Settings:
           >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).flops(tokens=1)
           1600
         """
+        tokens = operator.index(tokens)  # a device's int32 would overflow
         shared = self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
         columns = self.num_experts * (2 if self.use_bias else 1) + self.shared_expert_gate
         return (
