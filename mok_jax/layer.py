@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -166,8 +167,8 @@ class Settings:
         hold too few experts, a name is unknown, something is said of shared experts where there are none, or the mesh
         has no such axis, or axes of several types.
       TypeError: ``expert_bias`` is no bool, a factor no Python number, ``kernel_init`` no function, ``dtype`` or
-        ``param_dtype`` neither bfloat16 nor float32, ``activation_limit`` or ``shared_activation_limit`` no number, or
-        ``config`` no ``MoKConfig``.
+        ``param_dtype`` neither bfloat16 nor float32, ``activation_limit`` or ``shared_activation_limit`` no number,
+        ``config`` no ``MoKConfig``, or an argument not hashable.
 
     Example:
       >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).parameters()["wo"].shape
@@ -241,6 +242,11 @@ class Settings:
                     f"{name} is {value!r}; it must be a Python number, such as 0.01. For one that is traced or of "
                     f"a schedule, give 1.0 and multiply out.{out} by it."
                 )
+        if not isinstance(self.routed_scaling_factor, numbers.Real):
+            raise TypeError(
+                f"routed_scaling_factor is {self.routed_scaling_factor!r}; it must be a Python number, known while "
+                "tracing, such as 2.5."
+            )
         if self.kernel_init is not None and not callable(self.kernel_init):
             raise TypeError(
                 f"kernel_init is {self.kernel_init!r}; it must be None or a function (key, shape, dtype) -> array, "
@@ -263,6 +269,19 @@ class Settings:
                 f"num_experts={self.num_experts} must be at least the expert axis' size ({self._expert_parallelism}); "
                 f"the nearest is {self._expert_parallelism}, or a mesh with a smaller expert axis."
             )
+        self._check_hashable()
+
+    def _check_hashable(self) -> None:
+        """Layers of equal settings share programs: said here, since ``jit`` would not say of which argument."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{field.name} is {value!r}; it must be hashable: a tuple instead of a list, a Python number "
+                    "instead of an array, a function or a frozen dataclass instead of another object."
+                ) from None
 
     def _refuse_without_shared_experts(self, argument: str) -> None:
         raise ValueError(
@@ -327,6 +346,7 @@ class Settings:
           >>> Settings(8, 16, num_experts=4, num_experts_per_tok=2).flops(tokens=1)
           1600
         """
+        tokens = operator.index(tokens)  # a device's int32 would overflow
         shared = self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
         columns = self.num_experts * (2 if self.use_bias else 1) + self.shared_expert_gate
         return (
@@ -543,8 +563,8 @@ def _load_balance_loss(settings: Settings, routed: routing.Routing, mask, leadin
         return routing.load_balance_loss(routed.probs, routed.expert_ids, mask)
     by_sequence = (math.prod(leading[:-1]), leading[-1] if leading else 1)
     return routing.sequence_load_balance_loss(
-        routed.probs.reshape(*by_sequence, -1),
-        routed.expert_ids.reshape(*by_sequence, -1),
+        routed.probs.reshape(*by_sequence, settings.num_experts),  # not -1, which no tokens would leave undefined
+        routed.expert_ids.reshape(*by_sequence, settings.num_experts_per_tok),
         None if mask is None else mask.reshape(by_sequence),
     )
 

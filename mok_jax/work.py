@@ -1,5 +1,6 @@
 """How much work a call is, in floating-point operations."""
 
+import operator
 from typing import Literal
 
 from mok_jax.config import require_choice
@@ -39,4 +40,5 @@ def flops(rows: int, hidden_size: int, intermediate_size: int, direction: Direct
 def product_flops(rows: int, width: int, columns: int, direction: Direction) -> int:
     """Of ``[rows, width] @ [width, columns]``, or of the two products that are its backward."""
     require_choice("direction", direction, tuple(_PRODUCTS))
-    return _PRODUCTS[direction] * 2 * rows * width * columns
+    # As Python's integers: rows of an int32, such as those that a device has counted, would overflow silently.
+    return _PRODUCTS[direction] * 2 * operator.index(rows) * operator.index(width) * operator.index(columns)

@@ -287,6 +287,13 @@ def test_sequences_have_a_loss_each():
     assert float(forward(make_full_layer(), x).aux_loss) == pytest.approx(np.mean(apart), rel=1e-5)
 
 
+@pytest.mark.parametrize("leading", [(0, 6), (2, 0)])
+def test_sequences_without_tokens_have_no_loss(mesh, leading):
+    for mesh_or_none in None, mesh:
+        out = forward(make_full_layer(mesh_or_none), make_input(*leading))
+        assert out.output.shape == (*leading, out.output.shape[-1]) and float(out.aux_loss) == 0
+
+
 @pytest.mark.parametrize("leading", [(), (1,), (13,), (2, 4), (2, 2, 3)])
 def test_any_leading_dimensions_and_odd_token_counts(mesh, leading):
     x = make_input(*leading)
@@ -421,6 +428,28 @@ def test_kernel_init_is_a_function_that_makes_arrays():
             match=r"kernel_init returns a \w+ of shape .*; it must return an array of shape \(16, 8\), and no box",
         ):
             make_layer(kernel_init=init)
+
+
+class UnhashableInit:
+    __hash__ = None
+
+    def __call__(self, key, shape, dtype):
+        return jnp.ones(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"routed_scaling_factor": jnp.float32(2.5)}, "routed_scaling_factor is Array.*; it must be a Python number"),
+        ({"norm_topk_prob": np.array(True)}, "norm_topk_prob is array.*; it must be hashable: .* instead of an array"),
+        ({"expert_axis": ["data", "expert"]}, r"expert_axis is \['data', 'expert'\]; it must be hashable: a tuple"),
+        ({"kernel_init": UnhashableInit()}, "kernel_init is .*; it must be hashable: .* a frozen dataclass"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_part_of_a_program_is_named(mesh, changes, text):
+    with pytest.raises(TypeError, match=text):
+        make_layer(mesh, **changes)
 
 
 @pytest.mark.parametrize("name", ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate"))

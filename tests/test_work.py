@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mok_jax
@@ -54,3 +55,11 @@ def test_xla_does_not_know_our_calls():
 def test_unknown_direction():
     with pytest.raises(ValueError, match=r"direction is 'forwards'; .* nearest is 'forward'"):
         mok_jax.flops(1, 1, 1, "forwards")
+
+
+@pytest.mark.parametrize("integer", (np.int32, jnp.int32))
+def test_counts_of_a_device_do_not_overflow(integer):
+    rows, hidden, intermediate = 2**20, 7168, 2048
+    assert mok_jax.flops(integer(rows), hidden, intermediate) == mok_jax.flops(rows, hidden, intermediate) > 2**33
+    settings = Settings(hidden, intermediate, num_experts=8, num_experts_per_tok=8)
+    assert settings.flops(integer(2**29)) == settings.flops(2**29)
