@@ -5,6 +5,8 @@ A call's way from here: ``megakernel.moe`` (the fused FFI call), ``xla.moe`` (XL
 """
 
 import functools
+import os
+import sys
 import warnings
 from typing import Literal, get_args, overload
 
@@ -146,4 +148,6 @@ def choose_implementation(implementation: Implementation | None, x, wi_0, ranks,
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=4)  # The line that calls ``moe``.
+    # The line of whoever calls ``moe``, or a layer by way of JAX and Flax.
+    packages = (sys.modules[name] for name in ("mok_jax", "jax", "flax") if name in sys.modules)
+    warnings.warn(text, skip_file_prefixes=tuple(os.path.dirname(str(package.__file__)) for package in packages))

@@ -259,6 +259,11 @@ class Settings:
         checks.check_activation_limit("shared_activation_limit", self.shared_activation_limit)
         if self.implementation is not None:
             require_choice("implementation", self.implementation, get_args(Implementation))
+        axes = (self.expert_axis,) if isinstance(self.expert_axis, str) else self.expert_axis
+        if not isinstance(axes, tuple) or not axes or len(set(axes)) < len(axes):
+            raise TypeError(
+                f"expert_axis is {self.expert_axis!r}; it must be the name of a mesh axis, or a tuple of different ones"
+            )
         if self.mesh is not None and len(set(self.mesh.axis_types)) > 1:
             raise ValueError(
                 f"mesh has axes {self.mesh.axis_names} of types {self.mesh.axis_types}; all must be of one type, "
@@ -396,11 +401,12 @@ def _arrays_of(kernel_init: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
     def checked(key, shape, dtype):
         kernel = kernel_init(key, shape, dtype)
-        if not isinstance(kernel, jax.Array) or kernel.shape != shape:
-            what = f"{type(kernel).__name__} of shape {getattr(kernel, 'shape', None)}"
+        if not isinstance(kernel, jax.Array) or (kernel.shape, kernel.dtype) != (shape, jnp.dtype(dtype)):
+            there = " ".join(str(getattr(kernel, name, None)) for name in ("dtype", "shape"))
             raise TypeError(
-                f"kernel_init returns a {what}; it must return an array of shape {shape}, and no box: the layer "
-                "names its axes, and they are laid out by flax.core.spmd.logical_axis_rules."
+                f"kernel_init returns a {type(kernel).__name__} ({there}); it must return an array ({jnp.dtype(dtype)} "
+                f"{shape}), and no box: the layer names its axes, and they are laid out by "
+                "flax.core.spmd.logical_axis_rules."
             )
         return kernel
 

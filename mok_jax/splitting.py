@@ -56,9 +56,15 @@ def explicit_axes(mesh: Mesh | AbstractMesh | None) -> tuple[str, ...]:
     Raises:
       ValueError: they would have to be, but the caller is not under a mesh.
     """
-    if mesh is None:
-        return ()
     around = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        spread = [axis for axis in around.explicit_axes if around.shape[axis] > 1]
+        if spread:
+            raise ValueError(
+                f"mesh is None, but the layer is called under a mesh with explicit axes {spread} of several devices: "
+                "give the layer that mesh, and as expert_axis one of its axes."
+            )
+        return ()
     if around.empty and AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"mesh has explicit axes {mesh.axis_names}: call the layer inside `with jax.set_mesh(mesh)`, "

@@ -173,6 +173,13 @@ def test_without_a_mesh_inside_a_shard_map(want):
         jax.jit(step)(params)
 
 
+def test_without_a_mesh_under_explicit_axes():
+    text = r"mesh is None, but .* explicit axes \['data', 'expert'\] of several devices: give the layer that mesh"
+    layer = make_layer()
+    with jax.set_mesh(make_mesh("data", "expert", types=AxisType.Explicit)), pytest.raises(ValueError, match=text):
+        call(layer, make_input())
+
+
 # Eagerly
 
 

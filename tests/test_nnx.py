@@ -425,7 +425,7 @@ def test_kernel_init_is_a_function_that_makes_arrays():
     for init in boxed, lambda key, shape, dtype: jnp.ones((3, 3), dtype):
         with pytest.raises(
             TypeError,
-            match=r"kernel_init returns a \w+ of shape .*; it must return an array of shape \(16, 8\), and no box",
+            match=r"kernel_init returns a \w+ \(.*\); it must return an array \(float32 \(16, 8\)\), and no box",
         ):
             make_layer(kernel_init=init)
 
@@ -442,7 +442,13 @@ class UnhashableInit:
     [
         ({"routed_scaling_factor": jnp.float32(2.5)}, "routed_scaling_factor is Array.*; it must be a Python number"),
         ({"norm_topk_prob": np.array(True)}, "norm_topk_prob is array.*; it must be hashable: .* instead of an array"),
-        ({"expert_axis": ["data", "expert"]}, r"expert_axis is \['data', 'expert'\]; it must be hashable: a tuple"),
+        (
+            {"expert_axis": ["data", "expert"]},
+            r"expert_axis is \['data', 'expert'\]; it must be the name of .* or a tuple",
+        ),
+        ({"expert_axis": ()}, r"expert_axis is \(\); it must be the name of a mesh axis, or a tuple of different ones"),
+        ({"expert_axis": ("expert", "expert")}, r"expert_axis is \('expert', 'expert'\); .* a tuple of different ones"),
+        ({"expert_axis": None}, "expert_axis is None; it must be the name of a mesh axis"),
         ({"kernel_init": UnhashableInit()}, "kernel_init is .*; it must be hashable: .* a frozen dataclass"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -487,6 +487,17 @@ def test_none_warns_once(hopper):
     assert len(warned) == 1
 
 
+def test_the_warning_is_of_the_users_line(monkeypatch):
+    """Through a layer as well, with JAX and Flax in between."""
+    monkeypatch.setattr(native, "missing", lambda: ImportError("it was not built"))
+    api._warn_once.cache_clear()
+    layer = MoE(24, 16, num_experts=2, num_experts_per_tok=1, rngs=nnx.Rngs(0))
+    with pytest.warns(match="using implementation='xla': it was not built") as warned:
+        nnx.jit(lambda layer, x: layer(x).output)(layer, jnp.ones((3, 24)))
+    assert [warning.filename for warning in warned] == [__file__]
+    api._warn_once.cache_clear()
+
+
 def test_none_looks_where_the_call_will_run(hopper):
     """Beside a GPU that would refuse it: on arrays, in a mesh and with a default device of CPUs."""
     cpus = jax.local_devices(backend="cpu")[:2]
