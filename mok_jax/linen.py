@@ -13,11 +13,11 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from mok_jax import sharding, splitting
+from mok_jax import sharding
 from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
-from mok_jax.layer import GATE_BIAS, GATES, MoEOutput, Parameter, Settings, Weights, forward
+from mok_jax.layer import GATE_BIAS, GATES, MoEOutput, Parameter, Settings, Weights, forward, splitting
 
 __all__ = ["STATE", "Gate", "MoE", "MoEOutput"]
 

@@ -16,11 +16,11 @@ from flax.core import spmd
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from mok_jax import sharding, splitting
+from mok_jax import sharding
 from mok_jax.activation import Activation
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
-from mok_jax.layer import GATE_BIAS, GATES, MoEOutput, Settings, Weights, forward
+from mok_jax.layer import GATE_BIAS, GATES, MoEOutput, Settings, Weights, forward, splitting
 
 __all__ = ["ExpertBias", "Gate", "MoE", "MoEOutput"]
 

@@ -27,9 +27,9 @@ from models import train
 from mok_jax.__main__ import main as mok_jax_main
 
 MODULES = sorted(
-    f"{package}.{path.stem}" if path.stem != "__init__" else package
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for package in ("mok_jax", "models")
-    for path in (ROOT / package).glob("*.py")
+    for path in (ROOT / package).rglob("*.py")
 )
 
 

@@ -13,7 +13,7 @@ from test_linen import twin
 from test_nnx import assert_same, make_full_layer, make_input
 
 import mok_jax
-from mok_jax import layer
+from mok_jax.layer import compute
 from mok_jax.sharding import make_mesh
 
 TOKENS = 8, 8
@@ -44,7 +44,7 @@ def without_mesh():
 @pytest.fixture
 def local_tokens(monkeypatch):
     """Token counts of the calls of ``mok_jax.moe``, as each rank sees them."""
-    layer._compiled.clear_cache()  # A layer that has been traced with the same shapes would not call it again.
+    compute._compiled.clear_cache()  # A layer that has been traced with the same shapes would not call it again.
     counts, moe = [], mok_jax.moe
     monkeypatch.setattr(mok_jax, "moe", lambda x, *rest, **options: counts.append(len(x)) or moe(x, *rest, **options))
     return counts
