@@ -9,6 +9,7 @@ import fnmatch
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -153,7 +154,9 @@ def test_what_is_installed_besides_is_said():
 def _makes(target: str, *variables: str) -> None:
     """That make has the target, and that whoever gets ARGS knows them."""
     command = ["make", "--dry-run", f"PYTHON={sys.executable}", target, *variables]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    # Not with what the make was given that runs these tests.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS")}
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     for program in made.stdout.splitlines():
         found = re.search(r"-m (models\.train|benchmarks\.layer)(.*)", program)
