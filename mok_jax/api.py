@@ -15,6 +15,7 @@ import jax
 from mok_jax import checks, megakernel, reference, support, xla
 from mok_jax.activation import Activation
 from mok_jax.config import MoKConfig, require_choice
+from mok_jax.semantics import group_size
 from mok_jax.stats import MoEStats
 
 Implementation = Literal["megakernel", "xla", "reference"]
@@ -116,7 +117,7 @@ def moe(
     checks.check_arguments(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config
     )
-    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    ranks = group_size(axis_name)
     implementation = choose_implementation(implementation, x, wi_0, ranks, activation)
     if implementation == "megakernel":
         support.check(support.Place(), x, wi_0, ranks, activation)

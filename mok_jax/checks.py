@@ -9,6 +9,7 @@ import numpy as np
 
 from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
+from mok_jax.semantics import accumulator_dtype, group_size
 
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
@@ -32,7 +33,7 @@ def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, ac
             )
     _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
     _check_shapes(x, expert_ids, expert_weights, wi_0, wi_1, wo)
-    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    ranks = group_size(axis_name)
     _check_top_k(expert_ids.shape[1], wi_0.shape[0] * ranks)
     check_rows(ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0])
 
@@ -79,7 +80,7 @@ def _check_dtypes(x, expert_ids, expert_weights, wi_0, wi_1, wo) -> None:
         raise TypeError(f"x has dtype {x.dtype}; it must be bfloat16 or float32: x.astype(jnp.bfloat16)")
     if expert_ids.dtype != jnp.int32:
         raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be int32: expert_ids.astype(jnp.int32)")
-    wide = np.promote_types(x.dtype, np.float32)
+    wide = accumulator_dtype(x.dtype)
     if expert_weights.dtype not in (jnp.float32, wide):
         raise TypeError(
             f"expert_weights has dtype {expert_weights.dtype}; it must be float32: expert_weights.astype(jnp.float32)"

@@ -52,6 +52,11 @@ def routing_stats(ids, bad, num_experts, num_local_experts, axis_name):
     return MoEStats(rows=rows.sum(dtype=jnp.int32), rows_per_expert=rows, bad_tokens=bad.sum(dtype=jnp.int32))
 
 
+def group_size(axis_name):
+    """Ranks that share the experts: of the mesh axis, or axes, of that name; 1 for None."""
+    return 1 if axis_name is None else jax.lax.axis_size(axis_name)
+
+
 def accumulator_dtype(dtype):
     """The dtype that sums are kept in: float64 for float64, else float32."""
     return np.promote_types(dtype, np.float32)

@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from mok_jax.activation import activate
-from mok_jax.semantics import accumulator_dtype, combine, drop_bad_tokens, poison, routing_stats, vary_alike
+from mok_jax.semantics import (
+    accumulator_dtype,
+    combine,
+    drop_bad_tokens,
+    group_size,
+    poison,
+    routing_stats,
+    vary_alike,
+)
 
 
 def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation, activation_limit):
@@ -22,7 +30,7 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation,
     x, expert_ids, expert_weights, wi_0, wi_1, wo = vary_alike(
         x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name=axis_name
     )
-    num_ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    num_ranks = group_size(axis_name)
     num_local_experts = wi_0.shape[0]
     num_experts = num_ranks * num_local_experts
     ids, bad = drop_bad_tokens(expert_ids, num_experts)

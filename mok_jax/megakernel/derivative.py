@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mok_jax.megakernel.buffers import BackwardOperands, ForwardOperands, residuals_of, weight_grad_dtype
 from mok_jax.megakernel.call import make_call
 from mok_jax.megakernel.lowering import backward, forward
-from mok_jax.semantics import vary_alike
+from mok_jax.semantics import group_size, vary_alike
 from mok_jax.stats import MoEStats
 
 RESIDUALS_NAME = "mok_residuals"
@@ -34,7 +34,7 @@ def remat_policy(*args, **params) -> bool:
 
 def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation, activation_limit, config):
     """As ``mok_jax.moe``, on checked arguments. Returns ``(y, MoEStats)``."""
-    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    ranks = group_size(axis_name)
     shape = ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0]
     call = make_call(*shape, activation, activation_limit, config)
     arguments = x, expert_ids, expert_weights, wi_0, wi_1, wo
