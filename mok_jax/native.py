@@ -13,7 +13,7 @@ import jax.ffi
 
 # Of what these sources and the extension expect of each other: its functions, and the buffers of its calls in their
 # order. Raise it with every change to those; CMake reads it here, and an extension with another number is refused.
-INTERFACE = 3
+INTERFACE = 4
 
 _EXTENSION = "mok_jax._native"
 _registration = threading.Lock()
@@ -86,6 +86,11 @@ def register_ffi_targets() -> None:
     jax.devices("cpu")
     register_cpu_targets()
     register_cuda_targets()
+
+
+def architectures() -> dict[str, str]:
+    """The GPU architectures for which there are kernels: names by compute capability, such as ``"9.0"``."""
+    return dict(library().architectures())
 
 
 def has_cuda() -> bool:

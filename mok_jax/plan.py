@@ -47,7 +47,7 @@ class Request:
       allow_idle: leave GPUs idle that fill no group.
       tokens_per_gpu: ``T``, in one step.
       implementation: ``"megakernel"`` or ``"xla"``; ``None`` is what ``mok_jax.moe`` takes for None on those GPUs.
-      compute_capability: of the GPUs; Hopper's is 9.0.
+      compute_capability: of the GPUs, such as ``"9.0"``; ``None``: one that has kernels.
       save: what the megakernel's forward keeps for its backward, as in ``MoKConfig``.
       ring_rows: of the megakernel, as in ``MoKConfig``.
       layers: Mixture-of-Experts layers of the model. Their state and residuals add up; temporaries and arena do not.
@@ -65,7 +65,7 @@ class Request:
     allow_idle: bool = False
     tokens_per_gpu: int = 4096
     implementation: Implementation | None = None
-    compute_capability: str = "9.0"
+    compute_capability: str | None = None
     save: Save = "pre_activations"
     ring_rows: int | None = None
     layers: int = 1
@@ -79,7 +79,7 @@ class Request:
         require_choice("model", self.model, tuple(LAYERS))
         if self.implementation is not None:
             require_choice("implementation", self.implementation, IMPLEMENTATIONS)
-        if not re.fullmatch(r"\d+\.\d", self.compute_capability):
+        if self.compute_capability is not None and not re.fullmatch(r"\d+\.\d", self.compute_capability):
             raise ValueError(f"compute_capability={self.compute_capability!r} must be two numbers, such as 9.0.")
         require_choice("save", self.save, SAVE_POLICIES)
         require_choice("param_dtype", self.param_dtype, PARAM_DTYPES)
@@ -434,7 +434,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("expert_parallelism", int, "GPUs that share one copy of the experts (default: a domain)"),
         ("tokens_per_gpu", int, "tokens of one step"),
         ("implementation", str, f"one of {', '.join(IMPLEMENTATIONS)} (default: what would run on such GPUs today)"),
-        ("compute_capability", str, "of the GPUs"),
+        ("compute_capability", str, "of the GPUs, such as 9.0 (default: one that has kernels)"),
         ("save", str, f"what the megakernel's forward keeps: {', '.join(SAVE_POLICIES)}"),
         ("ring_rows", int, "rows that the megakernel's ring holds (default: MoKConfig's)"),
         ("layers", int, "Mixture-of-Experts layers of the model"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mok_jax import native
 
 # Of the schedule kernel's shared memory, 4 * (10 * E_local + 1) bytes (schedule_shared_bytes in csrc/cuda/schedule.cu),
-# in the 227 KiB that a block can have on Hopper.
+# in the 227 KiB that a block can have.
 MOST_LOCAL_EXPERTS_ON_GPU = (227 * 1024 // 4 - 1) // 10
 
 # In the words of `jax.Device.platform`, which does not tell NVIDIA's GPUs from others: their compute capability does.
@@ -86,9 +86,10 @@ def _why_not_on(place: Place) -> Exception | None:
             'the extension was built without CUDA, and implementation="megakernel" has no kernel for GPUs then: build '
             'it with nvcc on the path, or use implementation="xla"'
         )
-    if place.compute_capability not in (None, "9.0"):
+    if place.compute_capability is not None and place.compute_capability not in native.architectures():
+        known = ", ".join(f"{capability} ({name})" for capability, name in native.architectures().items())
         return NotImplementedError(
-            f"no kernel for compute capability {place.compute_capability} yet, only for 9.0 (Hopper); use "
+            f'no kernel for compute capability {place.compute_capability} yet, only for {known}; use '
             'implementation="xla"'
         )
     return None

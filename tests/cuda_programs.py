@@ -6,20 +6,29 @@ A program runs in a process of its own, so that what one test does to a GPU ends
 import functools
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
 
 CSRC = pathlib.Path(__file__).parents[1] / "csrc"
-ARCHITECTURE = ("-gencode", "arch=compute_90a,code=sm_90a")
-NEXT_ARCHITECTURE = ("-gencode", "arch=compute_100f,code=sm_100f")
-HOST = [f"cuda/runtime/{name}.cc" for name in ("arguments", "device", "launch", "report", "tensor_map")]
-LAYER = (*HOST, "cuda/schedule.cu", *(f"cuda/sm90/{name}" for name in ("forward.cu", "backward.cu", "tensor_maps.cc")))
-# By program, its sources besides cuda/test/<program>.cu.
+# Of the architectures that have kernels: folder, and what nvcc calls it. And what shared code is compiled for besides.
+_TABLE = (CSRC / "cuda" / "architectures.h").read_text()
+ARCHITECTURES = dict(re.findall(r"^ *ROW\(.*, (\w+), (\w+)\)", _TABLE, re.MULTILINE))
+NEXT_ARCHITECTURES = re.search(r'^#define MOK_NEXT_ARCHITECTURES "(.*)"', _TABLE, re.MULTILINE)[1].split()
+
+
+def _sources(*patterns):
+    return tuple(path.relative_to(CSRC) for pattern in patterns for path in sorted((CSRC / "cuda").glob(pattern)))
+
+
+# By name, the sources with tests or programs, which are in cuda/test and in the `test` of each architecture.
+TESTS = {path.stem: path for path in _sources("**/test/*.cu")}
+LAYER = _sources("runtime/*.cc", "schedule.cu", *(f"{folder}/*.c[cu]" for folder in ARCHITECTURES))
+# Of programs that need more than their own source.
 SOURCES = {
-    "primitives": ("cuda/runtime/tensor_map.cc",),
-    "pieces": (),
-    "sm90_tile": ("cuda/runtime/tensor_map.cc",),
+    "primitives": _sources("runtime/tensor_map.cc"),
+    "tile": _sources("runtime/tensor_map.cc"),
     "task_lists": ("cuda/test/algorithm.cu", "verify/enumerate.cc"),
     "stand_alone": LAYER,
 }
@@ -37,11 +46,15 @@ def _directory():
     return tempfile.TemporaryDirectory(prefix="mok_jax_cuda_")  # removed when the interpreter exits
 
 
-def _compile(output, sources, *flags):
+def _code_for(architectures):
+    return [flag for name in architectures for flag in ("-gencode", f"arch=compute_{name},code=sm_{name}")]
+
+
+def _compile(output, sources, *flags, architectures=tuple(ARCHITECTURES.values())):
     nvcc = find_tool("nvcc")
     assert nvcc, "building a device test needs nvcc"
     path = pathlib.Path(_directory().name) / output
-    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *ARCHITECTURE, "--threads", "0", *flags]
+    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *_code_for(architectures), "--threads", "0", *flags]
     command += ["-Xptxas", "-warn-spills,-warn-lmem-usage,--warning-as-error"]
     command += [str(CSRC / source) for source in sources]
     result = subprocess.run([*command, "-o", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -53,17 +66,12 @@ def _compile(output, sources, *flags):
 def build(name, *flags):
     """The program's path. A kernel that spills or keeps anything in local memory does not build."""
     output = "-".join([name, *(flag.strip("-") for flag in flags)])
-    return _compile(output, (f"cuda/test/{name}.cu", *SOURCES[name]), *flags)
+    return _compile(output, (TESTS[name], *SOURCES.get(name, ())), *flags)
 
 
-def sources_of_tests():
-    """What is in cuda/test, without its suffix."""
-    return sorted(path.stem for path in (CSRC / "cuda" / "test").glob("*.cu"))
-
-
-def compile_alone(name, *flags):
-    """Compiles cuda/test/<name>.cu without linking it."""
-    return _compile(f"{name}.o", (f"cuda/test/{name}.cu",), "-c", *flags)
+def compile_alone(source, architectures):
+    """Compiles a source of csrc without linking it."""
+    return _compile("alone.o", (source,), "-c", architectures=architectures)
 
 
 def start(program):

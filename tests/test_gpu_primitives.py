@@ -1,8 +1,8 @@
 """The instructions that the GPU kernels are made of, and the tile interface of each architecture: each function of
-`csrc/cuda/ptx.cuh`, the ring of `pieces.cuh`, and of `csrc/cuda/sm90/wgmma.cuh` and `tile.cuh` every layout with
-matrices that reveal indices.
+`csrc/cuda/ptx.cuh`, the ring of `pieces.cuh`, and of an architecture's `tile.cuh` every layout with matrices that
+reveal indices.
 
-The tests themselves are in `csrc/cuda/test`, where they can be read beside what they test.
+The tests themselves are in `csrc/cuda/test` and in the `test` of each architecture, beside what they test.
 """
 
 import re
@@ -10,12 +10,12 @@ import re
 import cuda_programs
 import pytest
 
-PROGRAMS = ("primitives", "pieces", "sm90_tile")
+PROGRAMS = ("primitives", "pieces", "tile")
 TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong
 
 
 def names(program):
-    source = cuda_programs.CSRC / "cuda" / "test" / f"{program}.cu"
+    source = cuda_programs.CSRC / cuda_programs.TESTS[program]
     return re.findall(r"^TEST\((\w+)\)", source.read_text(), re.MULTILINE)
 
 
@@ -28,8 +28,9 @@ def test_on_device(program, name):
 
 
 @pytest.mark.skipif(not cuda_programs.find_tool("nvcc"), reason="there is no nvcc")
-@pytest.mark.parametrize("source", cuda_programs.sources_of_tests())
-def test_compiles_without_a_gpu(source):
-    """The algorithm, which is tied to no architecture, for the next one, too."""
-    flags = cuda_programs.NEXT_ARCHITECTURE if source == "algorithm" else ()
-    assert cuda_programs.compile_alone(source, *flags).stat().st_size > 0
+@pytest.mark.parametrize("name", cuda_programs.TESTS)
+def test_compiles_without_a_gpu(name):
+    """The algorithm, which is tied to no architecture, for the next ones, too."""
+    ours = list(cuda_programs.ARCHITECTURES.values())
+    architectures = ours + cuda_programs.NEXT_ARCHITECTURES if name == "algorithm" else ours
+    assert cuda_programs.compile_alone(cuda_programs.TESTS[name], architectures).stat().st_size > 0

@@ -1,4 +1,4 @@
-// What an expert does between its products, on a GPU: the sigmoid, and the clamps that may come before.
+// What an expert does between its products, on a GPU: SwiGLU with the clamps that may come before, value by value.
 #pragma once
 
 namespace mok::cuda {
@@ -22,6 +22,29 @@ template <bool kLimited>
 __device__ __forceinline__ float clamp_up(float up, float limit) {
   if (!kLimited) return up;
   return up > limit ? limit : up < -limit ? -limit : up;
+}
+
+template <bool kLimited>
+__device__ __forceinline__ float swiglu(float raw_gate, float raw_up, float limit) {
+  const float gate = clamp_gate<kLimited>(raw_gate, limit), up = clamp_up<kLimited>(raw_up, limit);
+  return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
+}
+
+struct SwigluGrads {
+  float gate, up;  // of the pre-activations
+  float hidden;    // what the forward made of them
+};
+// `grad` is the hidden's.
+template <bool kLimited>
+__device__ __forceinline__ SwigluGrads swiglu_grads(float raw_gate, float raw_up, float grad, float limit) {
+  const float gate = clamp_gate<kLimited>(raw_gate, limit), up = clamp_up<kLimited>(raw_up, limit);
+  const float s = sigmoid(gate), silu = __fmul_rn(gate, s);
+  SwigluGrads grads;
+  grads.hidden = __fmul_rn(silu, up);
+  const float slope = __fmaf_rn(silu, 1.f - s, s);
+  grads.gate = kLimited && raw_gate > limit ? 0.f : __fmul_rn(__fmul_rn(grad, up), slope);
+  grads.up = kLimited && (raw_up > limit || raw_up < -limit) ? 0.f : __fmul_rn(grad, silu);
+  return grads;
 }
 
 }  // namespace mok::cuda

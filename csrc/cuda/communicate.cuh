@@ -127,7 +127,7 @@ __device__ __forceinline__ void notify_sources(const Rank& rank, const Task& t) 
 
 // One communication worker: claims tasks of the communication list, those after the first pulls, until it is done or
 // the call has failed.
-template <class R>
+template <KernelRank R>
 __device__ __forceinline__ void communicate(const R& rank, const Schedule& schedule, int64_t call,
                                             CommunicationBuffer& buffer) {
   const Plan& plan = schedule.plan;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
       run_reduce(rank, call, task, buffer.block, pieces);
     } else {
       run_pull(rank, plan, arena, task, pulled_rows(task), pieces);
-      fence_proxy_async();  // the products load the rows through the asynchronous proxy
+      R::Fences::before_release();
       __syncwarp();
       if (lane == 0) signal(task, counters);
     }

@@ -1,9 +1,11 @@
 // Arguments of the kernels: one rank's of a direction, or those of several virtual ranks that a test lays side by side
-// on one device.
+// on one device. The schedule kernel takes them as they are here; an architecture adds to them what its kernel wants
+// besides (see KernelRank).
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
+
+#include <concepts>
 
 #include "cuda/workspace.h"
 #include "moe/activation.h"
@@ -12,9 +14,6 @@
 namespace mok::cuda {
 
 using bf16 = __nv_bfloat16;
-
-// As kernels compute with it, in 32 bits.
-inline constexpr int32_t kTileColumns = static_cast<int32_t>(mok::kTileColumns);
 
 // What both directions have.
 struct Rank {
@@ -25,15 +24,16 @@ struct Rank {
   float activation_limit;  // infinity: none
   int64_t timeout_ns, entry_timeout_ns;
 
-  const bf16* x;                // [T, H]
-  const bf16* dy;               // [T, H]; null in the forward
-  const int32_t* expert_ids;    // [T, K]
-  const float* expert_weights;  // [T, K]
-  bf16* out;                    // [T, H], y or dx
-  RowSource* row_table;         // [max_rows]; written by the forward, read by the backward
-  int32_t* expert_rows;         // [E_local]; likewise
-  bf16* rows;                   // [ring_rows, H], of x
-  bf16* hidden;                 // [ring_rows, I]; in the backward times the router weight
+  const bf16* x;                 // [T, H]
+  const bf16* dy;                // [T, H]; null in the forward
+  const int32_t* expert_ids;     // [T, K]
+  const float* expert_weights;   // [T, K]
+  const bf16 *wi_0, *wi_1, *wo;  // [E_local, H, I] twice, [E_local, I, H]
+  bf16* out;                     // [T, H], y or dx
+  RowSource* row_table;          // [max_rows]; written by the forward, read by the backward
+  int32_t* expert_rows;          // [E_local]; likewise
+  bf16* rows;                    // [ring_rows, H], of x
+  bf16* hidden;                  // [ring_rows, I]; in the backward times the router weight
 
   uint8_t* workspace;      // WorkspaceLayout
   uint8_t* const* arenas;  // [ranks], DeviceArena of each
@@ -51,35 +51,37 @@ struct Rank {
   }
 };
 
-// Tensor maps. Names tell the boxes: _128 are 128 rows of 64 K; _64 are 64 rows of 128 bytes, read as a
-// transposed operand or stored to. The swizzle is as wide as the box.
-// Gradients of gate and up side by side are [ring_rows, 2, I], so that no box crosses from one into the other.
 struct ForwardRank : Rank {
   static constexpr Direction kDirection = Direction::forward;
-  CUtensorMap rows_128, hidden_128;     // [ring_rows, H], [ring_rows, I]
-  CUtensorMap wi_0_64, wi_1_64, wo_64;  // [E_local, H, I] twice, [E_local, I, H]
-  CUtensorMap hidden_64;
   int32_t* bad_tokens;    // scalar
-  bf16* pre_activations;  // of macrobatch 0, in the order of registers (see sm90/pre_activations.cuh); null: not wanted
+  bf16* pre_activations;  // of macrobatch 0, in the architecture's order; null: not wanted
 };
 
+// Gradients of gate and up lie side by side, so that no tile crosses from one into the other.
 struct BackwardRank : Rank {
   static constexpr Direction kDirection = Direction::backward;
-  CUtensorMap rows_128, wi_0_64, wi_1_64;     // replay, as in the forward
-  CUtensorMap grads_128, wo_128;              // hidden_grad: [ring_rows, H]; [E_local, I, H]
-  CUtensorMap gate_up_grads_128, hidden_128;  // its results; row_grad reads the former
-  CUtensorMap wi_0_128, wi_1_128;             // row_grad
-  CUtensorMap rows_64, saved_rows_64, grads_64, gate_up_grads_64, hidden_64;  // weight_grad
-  CUtensorMap wi_0_grad_64, wi_1_grad_64, wo_grad_64;                         // its results
-  bf16 *pre_activations, *saved_pre_activations;                              // replayed; a residual of macrobatch 0
-  bool saved_rows;                                                            // macrobatch 0's rows are a residual
-  float* row_weights;                                                         // [ring_rows]
-  bf16* grads;                                                                // [ring_rows, H], of dy
-  float* router_parts;                                                        // [ring_rows, hidden_grad tiles]
-  float* straddle;      // [weight_grad tiles, 128, 256], accumulators in the order of registers
+  bf16 *pre_activations, *saved_pre_activations;  // replayed; a residual of macrobatch 0
+  const bf16* saved_rows;                         // macrobatch 0's, where they are a residual, else null
+  float* row_weights;                             // [ring_rows]
+  bf16* grads;                                    // [ring_rows, H], of dy
+  bf16* gate_up_grads;                            // [ring_rows, 2, I]
+  float* router_parts;                            // [ring_rows, hidden_grad tiles]
+  float* straddle;      // of a tile 128 x 256 accumulators, [weight_grad tiles], in the architecture's order
   float* router_grads;  // [T, K]
   void *wi_0_grad, *wi_1_grad, *wo_grad;
   bool grads_in_f32;
+};
+
+// The arguments of an architecture's kernel, from which code that all architectures share learns what it must know of
+// one: how wide its tiles are, and which fences it wants.
+template <class R>
+concept KernelRank = std::derived_from<R, Rank> && requires {
+  // Columns of a tile that down and row_grad push.
+  { R::kTileColumns } -> std::convertible_to<int32_t>;
+  // By a thread that has acquired what others released: what it, or a copy that it issues, reads comes later.
+  R::Fences::after_acquire();
+  // By a thread that is about to release: what it, or a copy that it has waited for, has written comes earlier.
+  R::Fences::before_release();
 };
 
 template <class R>

@@ -39,8 +39,9 @@ __device__ __forceinline__ bool wait_until(const Rank& rank, int64_t limit_ns, F
   }
 }
 
-// Everything that a task waits for, acquired for the generic and the asynchronous proxy.
-__device__ __forceinline__ bool wait_for_task(const Rank& rank, const CounterMap& map, const int32_t* counters,
+// Everything that a task waits for, acquired.
+template <KernelRank R>
+__device__ __forceinline__ bool wait_for_task(const R& rank, const CounterMap& map, const int32_t* counters,
                                               const Task& task) {
   for (int32_t i = 0; i < task.wait_count; ++i) {
     const Wait wait = task.waits[i];
@@ -53,7 +54,7 @@ __device__ __forceinline__ bool wait_for_task(const Rank& rank, const CounterMap
         });
     if (!ready) return false;
   }
-  fence_proxy_async();
+  R::Fences::after_acquire();
   return true;
 }
 

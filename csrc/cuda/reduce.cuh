@@ -48,17 +48,18 @@ struct SlotBlock {
   int64_t h, first_slot;
   int32_t tokens, top_k, width;
 
-  // A group of columns; expert ids are those of this call.
-  __device__ __forceinline__ void look_up(const Rank& rank, int64_t call, const Task& t, const ColumnGroups& groups) {
+  // A group of columns, counted in tiles; expert ids are those of this call.
+  __device__ __forceinline__ void look_up(const Rank& rank, int64_t call, const Task& t, const ColumnGroups& groups,
+                                          int32_t tile_columns) {
     const Shape& s = rank.shape;
     const DeviceArena arena(s);
     const Range columns = groups.of(t.part);
-    const int64_t first_token = t.block * kReduceTokens, first = columns.begin * kTileColumns;
+    const int64_t first_token = t.block * kReduceTokens, first = columns.begin * tile_columns;
     h = s.hidden;
     top_k = static_cast<int32_t>(s.top_k);
     first_slot = first_token * top_k;
     tokens = static_cast<int32_t>(smaller(kReduceTokens, s.tokens - first_token));
-    width = static_cast<int32_t>(smaller<int64_t>(columns.end * kTileColumns, h) - first);
+    width = static_cast<int32_t>(smaller<int64_t>(columns.end * tile_columns, h) - first);
     slots = rank.in_arena<bf16>(s.rank, arena.at(arena.layout.slots)) + first_slot * h + first;
     ids = rank.in_arena<int32_t>(s.rank, arena.expert_ids(call)) + first_slot;
     weights = rank.expert_weights + first_slot;
@@ -201,18 +202,18 @@ __device__ __forceinline__ void collect_router_grads(const BackwardRank& rank, c
   }
 }
 
-__device__ __forceinline__ void run_reduce(const ForwardRank& rank, int64_t call, const Task& t, SlotBlock& block,
+template <KernelRank R>
+__device__ __forceinline__ void run_reduce(const R& rank, int64_t call, const Task& t, SlotBlock& block,
                                            Pieces& pieces) {
-  if (lane_index() == 0) block.look_up(rank, call, t, down_groups(rank.tiles));
+  constexpr bool kForward = R::kDirection == Direction::forward;
+  const TileCounts& tiles = rank.tiles;
+  const ColumnGroups groups = kForward ? down_groups(tiles) : row_grad_groups(tiles);
+  if (lane_index() == 0) block.look_up(rank, call, t, groups, R::kTileColumns);
   __syncwarp();
-  reduce_tokens<true>(block, pieces);
-}
-__device__ __forceinline__ void run_reduce(const BackwardRank& rank, int64_t call, const Task& t, SlotBlock& block,
-                                           Pieces& pieces) {
-  if (lane_index() == 0) block.look_up(rank, call, t, row_grad_groups(rank.tiles));
-  __syncwarp();
-  reduce_tokens<false>(block, pieces);
-  if (t.part == 0) collect_router_grads(rank, block);
+  reduce_tokens<kForward>(block, pieces);
+  if constexpr (!kForward) {
+    if (t.part == 0) collect_router_grads(rank, block);
+  }
 }
 
 }  // namespace mok::cuda

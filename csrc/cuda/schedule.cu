@@ -1,8 +1,8 @@
 // The schedule kernel: fills the rank's arena, meets the other ranks, and builds the row table (in the forward; it is
 // the backward's residual), the macrobatches and the task lists, bit for bit those of csrc/moe. The host learns nothing
 // and waits for nothing.
-#include "cuda/kernels.h"
 #include "cuda/progress.cuh"
+#include "cuda/schedule.h"
 #include "moe/lists.h"
 
 namespace mok::cuda {

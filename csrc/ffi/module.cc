@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/architectures.h"
 #include "cuda/workspace.h"
 #include "ffi/cpu.h"
 #include "moe/scratch.h"
@@ -51,6 +52,15 @@ std::pair<int64_t, int64_t> gpu_cycles() {
   return {};
 }
 
+// Names by compute capability, such as "9.0", whether or not the extension has their kernels.
+nb::dict architectures() {
+  nb::dict names;
+#define ROW(major, minor, name, folder, nvcc) names[#major "." #minor] = name;
+  MOK_ARCHITECTURES(ROW)
+#undef ROW
+  return names;
+}
+
 // Stage to handler, by direction; empty where the extension was built without CUDA.
 nb::dict cuda_handlers() {
   nb::dict directions;
@@ -79,6 +89,8 @@ NB_MODULE(_native, m) {
     return handlers;
   });
   m.def("cuda_handlers", &cuda_handlers);
+  m.def("architectures", &architectures,
+        "The GPU architectures that have kernels: names by compute capability, such as \"9.0\".");
   m.def("gpu_cycles", &gpu_cycles, nb::call_guard<nb::gil_scoped_release>(),
         "Calls that the current GPU has completed, and clock cycles of all their CTAs; waits for it. For benchmarks.");
   m.def("failure_text", &failure_text, "What a GPU has reported of an earlier call; empty: nothing.");

@@ -1,7 +1,5 @@
 #include "cuda/runtime/arguments.h"
 
-#include "cuda/kernels.h"
-
 namespace mok::cuda {
 namespace {
 
@@ -10,11 +8,11 @@ int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9)
 int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate); }
 
 // What both directions have.
-void fill_common(const Call& c, int32_t i, const Arenas& arenas, Rank& rank) {
+void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
   const Shape& s = c.shape;
   rank.shape = s;
   rank.shape.rank += i;
-  rank.tiles = sm90::tile_counts(s);
+  rank.tiles = device.backend->tile_counts(s);
   rank.save = c.save;
   rank.activation = c.activation;
   rank.activation_limit = c.activation_limit;
@@ -24,32 +22,37 @@ void fill_common(const Call& c, int32_t i, const Arenas& arenas, Rank& rank) {
   rank.dy = nth(c.dy, i, s.tokens * s.hidden);
   rank.expert_ids = nth(c.expert_ids, i, s.slots());
   rank.expert_weights = nth(c.expert_weights, i, s.slots());
+  const int64_t weights = s.local_experts * s.hidden * s.intermediate;
+  rank.wi_0 = nth(c.wi_0, i, weights);
+  rank.wi_1 = nth(c.wi_1, i, weights);
+  rank.wo = nth(c.wo, i, weights);
   rank.out = nth(c.out, i, s.tokens * s.hidden);
   rank.row_table = nth(c.row_table, i, max_rows(s));
   rank.expert_rows = nth(c.expert_rows, i, s.local_experts);
   rank.rows = nth(c.rows, i, s.ring_rows * s.hidden);
   rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate);
   rank.workspace = nth(c.workspace, i, WorkspaceLayout(s).bytes);
-  rank.arenas = arenas.table;
+  rank.arenas = device.arenas.at(c.ranks_here).table;
   rank.host_failure = Runtime::instance().host_failure;
 }
 
 }  // namespace
 
-void fill(const ForwardCall& c, int32_t i, const Arenas& arenas, ForwardRank& rank) {
-  fill_common(c, i, arenas, rank);
+void fill(const ForwardCall& c, int32_t i, const Device& device, ForwardRank& rank) {
+  fill_common(c, i, device, rank);
   rank.bad_tokens = c.bad_tokens + i;
   rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(c.shape));
 }
 
-void fill(const BackwardCall& c, int32_t i, const Arenas& arenas, BackwardRank& rank) {
-  fill_common(c, i, arenas, rank);
+void fill(const BackwardCall& c, int32_t i, const Device& device, BackwardRank& rank) {
+  fill_common(c, i, device, rank);
   const Shape& s = c.shape;
   const int64_t grad_bytes = s.local_experts * s.hidden * s.intermediate * (c.grads_in_f32 ? 4 : 2);
   rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(s));
   rank.saved_pre_activations = nth(c.saved_pre_activations, i, pre_activation_elements(s));
-  rank.saved_rows = c.saved_rows != nullptr;
+  rank.saved_rows = nth(c.saved_rows, i, s.ring_rows * s.hidden);
   rank.grads = nth(c.grads, i, s.ring_rows * s.hidden);
+  rank.gate_up_grads = nth(c.gate_up_grads, i, s.ring_rows * 2 * s.intermediate);
   rank.row_weights = nth(c.row_weights, i, s.ring_rows);
   rank.router_parts = nth(c.router_parts, i, s.ring_rows * router_parts_width(s.intermediate));
   rank.straddle = nth(c.straddle, i, straddle_elements(s.hidden, s.intermediate));

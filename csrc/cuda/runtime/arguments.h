@@ -14,7 +14,7 @@ T* nth(T* data, int64_t i, int64_t size) {
 }
 
 // Fills in all but tensor maps.
-void fill(const ForwardCall& call, int32_t i, const Arenas& arenas, ForwardRank& rank);
-void fill(const BackwardCall& call, int32_t i, const Arenas& arenas, BackwardRank& rank);
+void fill(const ForwardCall& call, int32_t i, const Device& device, ForwardRank& rank);
+void fill(const BackwardCall& call, int32_t i, const Device& device, BackwardRank& rank);
 
 }  // namespace mok::cuda

@@ -3,18 +3,20 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/kernels.h"
+#include "cuda/schedule.h"
 
 namespace mok::cuda {
 namespace {
 
-Error refuse_other_architectures(int id) {
+Error look_up(Device& device, int id) {
   int major, minor;
   MOK_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id));
   MOK_CUDA_TRY(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id));
-  if (major == 9 && minor == 0) return std::nullopt;
-  return "no kernel for compute capability " + std::to_string(major) + "." + std::to_string(minor) +
-         " yet, only for 9.0 (Hopper); use implementation=\"xla\"";
+  MOK_CUDA_TRY(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id));
+  device.backend = find_backend(major, minor);
+  if (device.backend) return std::nullopt;
+  return "no kernel for compute capability " + std::to_string(major) + "." + std::to_string(minor) + " yet, only for " +
+         backend_names() + "; use implementation=\"xla\"";
 }
 
 // Does nothing if the kernel is loaded and may use that much shared memory. To ask for its attributes loads it.
@@ -32,8 +34,9 @@ Error load_kernels(Device& device, const Shape& shape) {
   for (const Direction direction : {Direction::forward, Direction::backward}) {
     const int64_t schedule_bytes = schedule_shared_bytes(direction, shape);
     if (auto error = load_kernel(device, schedule_kernel(direction), static_cast<int>(schedule_bytes))) return error;
-    const int layer_bytes = static_cast<int>(sm90::shared_bytes());
-    if (auto error = load_kernel(device, sm90::layer_kernel(direction), layer_bytes)) return error;
+    const Backend& backend = *device.backend;
+    const int layer_bytes = static_cast<int>(backend.shared_bytes);
+    if (auto error = load_kernel(device, backend.kernel(direction), layer_bytes)) return error;
   }
   return std::nullopt;
 }
@@ -51,7 +54,6 @@ Error make_arenas(Arenas& arenas, const Shape& shape, int32_t ranks_here) {
   }
   MOK_CUDA_TRY(cudaMalloc(&arenas.table, ranks_here * sizeof(uint8_t*)));
   MOK_CUDA_TRY(cudaMemcpy(arenas.table, table.data(), ranks_here * sizeof(uint8_t*), cudaMemcpyHostToDevice));
-  if (ranks_here > 1) MOK_CUDA_TRY(cudaMalloc(&arenas.arguments, ranks_here * sizeof(BackwardRank)));
   MOK_CUDA_TRY(cudaDeviceSynchronize());
   arenas.bytes = bytes;
   arenas.first = first;
@@ -80,9 +82,8 @@ Error prepare(const Shape& shape, int32_t ranks_here) {
   int id;
   MOK_CUDA_TRY(cudaGetDevice(&id));
   if (auto error = make_host_failure(runtime)) return error;
-  if (auto error = refuse_other_architectures(id)) return error;
   Device& device = runtime.devices[id];
-  MOK_CUDA_TRY(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, id));
+  if (auto error = look_up(device, id)) return error;
   if (auto error = load_kernels(device, shape)) return error;
   return make_arenas(device.arenas[ranks_here], shape, ranks_here);
 }

@@ -3,12 +3,10 @@
 #pragma once
 
 #include <atomic>
-#include <cstddef>
 #include <map>
 #include <mutex>
 
-#include "cuda/runtime/error.h"
-#include "cuda/workspace.h"
+#include "cuda/runtime/backend.h"
 
 namespace mok::cuda {
 
@@ -16,11 +14,11 @@ namespace mok::cuda {
 struct Arenas {
   int64_t bytes = 0;  // of each
   uint8_t* first = nullptr;
-  uint8_t** table = nullptr;       // device memory
-  std::byte* arguments = nullptr;  // device memory for those of virtual ranks
+  uint8_t** table = nullptr;  // device memory
 };
 
 struct Device {
+  const Backend* backend = nullptr;
   int32_t multiprocessors = 0;
   std::map<const void*, int> shared_bytes;  // of each kernel that is loaded, what it may use
   std::map<int32_t, Arenas> arenas;         // by ranks_here

@@ -3,29 +3,19 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/kernels.h"
 #include "cuda/runtime/arguments.h"
 #include "cuda/runtime/device.h"
-#include "cuda/sm90/tensor_maps.h"
+#include "cuda/schedule.h"
 
 namespace mok::cuda {
 namespace {
 
-// All must be resident at once. Each takes a pair of multiprocessors that lie together, as all of a whole chip do.
+// All must be resident at once. Each takes multiprocessors that lie together, as all of a whole chip do.
 Error refuse_too_many_ranks(const Device& device, int32_t ranks_here) {
-  const int32_t most = device.multiprocessors / sm90::kPair;
+  const int32_t most = device.multiprocessors / device.backend->cluster_ctas;
   if (ranks_here <= most) return std::nullopt;
   return "there are " + std::to_string(ranks_here) + " virtual ranks; this device runs at most " +
          std::to_string(most) + " at once";
-}
-
-template <class R, class C>
-Error fill_all(const C& call, const Arenas& arenas, std::vector<R>& ranks) {
-  for (int32_t i = 0; i < call.ranks_here; ++i) {
-    fill(call, i, arenas, ranks[i]);
-    if (!sm90::make_tensor_maps(call, i, ranks[i])) return "cuTensorMapEncodeTiled refused a tensor map";
-  }
-  return std::nullopt;
 }
 
 template <class R>
@@ -36,35 +26,27 @@ Error clear_counters(const std::vector<R>& ranks, cudaStream_t stream) {
   return std::nullopt;
 }
 
-// Arguments of several ranks are too large for a launch, which is given where they lie.
 template <class R>
-Error copy_arguments(const std::vector<R>& ranks, const Arenas& arenas, Launch<R>& arguments, cudaStream_t stream) {
-  if (ranks.size() == 1) return std::nullopt;
-  const size_t bytes = ranks.size() * sizeof(R);
-  MOK_CUDA_TRY(cudaMemcpyAsync(arenas.arguments, ranks.data(), bytes, cudaMemcpyHostToDevice, stream));
-  MOK_CUDA_TRY(cudaStreamSynchronize(stream));
-  arguments.many = reinterpret_cast<const R*>(arenas.arguments);
-  return std::nullopt;
+Error launch_schedule(const Device& device, const std::vector<R>& ranks, cudaStream_t stream) {
+  const int32_t ranks_here = static_cast<int32_t>(ranks.size());
+  const int32_t ctas = std::clamp<int32_t>(device.multiprocessors / ranks_here, 1, kMaxScheduleBlocks);
+  const Grid grid{.ctas = ctas * ranks_here,
+                  .threads = schedule_threads(),
+                  .shared_bytes = schedule_shared_bytes(R::kDirection, ranks[0].shape),
+                  .communication_ctas = 0};
+  return launch_kernel(schedule_kernel(R::kDirection), ranks, grid, stream);
 }
 
 template <class R>
-Error launch_schedule(const Device& device, Launch<R>& arguments, cudaStream_t stream) {
-  const int32_t ctas = std::clamp<int32_t>(device.multiprocessors / arguments.ranks_here, 1, kMaxScheduleBlocks);
-  const int64_t shared_bytes = schedule_shared_bytes(R::kDirection, arguments.one.shape);
-  void* pointers[] = {&arguments};
-  MOK_CUDA_TRY(cudaLaunchKernel(schedule_kernel(R::kDirection), dim3(ctas * arguments.ranks_here),
-                                dim3(schedule_threads()), pointers, shared_bytes, stream));
-  return std::nullopt;
-}
-
-// A pair of CTAs is enough for a rank to finish, whatever its roles.
-template <class R>
-Error launch_layer(const Device& device, int32_t reserved_sms, Launch<R>& arguments, cudaStream_t stream) {
-  const int32_t pairs = std::max(arguments.ranks_here, (device.multiprocessors - reserved_sms) / sm90::kPair);
-  void* pointers[] = {&arguments};
-  MOK_CUDA_TRY(cudaLaunchKernel(sm90::layer_kernel(R::kDirection), dim3(pairs * sm90::kPair), dim3(sm90::threads()),
-                                pointers, sm90::shared_bytes(), stream));
-  return std::nullopt;
+Error launch_layer(const Device& device, const Call& call, const std::vector<R>& ranks, cudaStream_t stream) {
+  const Backend& backend = *device.backend;
+  const int32_t clusters =
+      std::max(call.ranks_here, (device.multiprocessors - call.reserved_sms) / backend.cluster_ctas);
+  const Grid grid{.ctas = clusters * backend.cluster_ctas,
+                  .threads = backend.threads,
+                  .shared_bytes = backend.shared_bytes,
+                  .communication_ctas = call.communication_ctas};
+  return backend.launch(ranks, grid, stream);
 }
 
 template <class R, class C>
@@ -75,15 +57,11 @@ Error launch(const C& call, cudaStream_t stream) {
   MOK_CUDA_TRY(cudaGetDevice(&id));
   Device& device = runtime.devices[id];
   if (auto error = refuse_too_many_ranks(device, call.ranks_here)) return error;
-  const Arenas& arenas = device.arenas[call.ranks_here];
   std::vector<R> ranks(call.ranks_here);
-  if (auto error = fill_all(call, arenas, ranks)) return error;
+  for (int32_t i = 0; i < call.ranks_here; ++i) fill(call, i, device, ranks[i]);
   if (auto error = clear_counters(ranks, stream)) return error;
-  Launch<R> arguments{
-      .one = ranks[0], .many = nullptr, .ranks_here = call.ranks_here, .communication_ctas = call.communication_ctas};
-  if (auto error = copy_arguments(ranks, arenas, arguments, stream)) return error;
-  if (auto error = launch_schedule(device, arguments, stream)) return error;
-  return launch_layer(device, call.reserved_sms, arguments, stream);
+  if (auto error = launch_schedule(device, ranks, stream)) return error;
+  return launch_layer(device, call, ranks, stream);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // hidden_grad, row_grad and weight_grad.
 #include "cuda/sm90/gate_up.cuh"
 #include "cuda/sm90/hidden_grad.cuh"
+#include "cuda/sm90/kernels.h"
 #include "cuda/sm90/megakernel.cuh"
 #include "cuda/sm90/row_grad.cuh"
 #include "cuda/sm90/weight_grad.cuh"

@@ -1,6 +1,7 @@
 // The forward megakernel on Hopper, of two kinds of tiles: gate_up, with SwiGLU, and down.
 #include "cuda/sm90/down.cuh"
 #include "cuda/sm90/gate_up.cuh"
+#include "cuda/sm90/kernels.h"
 #include "cuda/sm90/megakernel.cuh"
 
 namespace mok::cuda::sm90 {

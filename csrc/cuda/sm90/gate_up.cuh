@@ -65,17 +65,12 @@ class GateUp : public GateUpProduct<ForwardRank> {
   template <bool kLimited>
   __device__ static __forceinline__ void stage_hidden(const Accumulators& acc, float limit, Shared& s, Math& math) {
     const uint32_t address = Staging::box_address(s.tiles);
+    for_each_gate_and_up(acc, [&](int32_t i, const float* gate, const float* up) {
+      float hidden[kFragment];
 #pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 16; ++i) {
-      float hidden[8];
-#pragma unroll
-      for (int32_t j = 0; j < 8; ++j) {
-        const float gate = clamp_gate<kLimited>(acc[8 * i + j], limit);
-        const float up = clamp_up<kLimited>(acc[8 * i + j + kAccumulators / 2], limit);
-        hidden[j] = __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
-      }
+      for (int32_t j = 0; j < kFragment; ++j) hidden[j] = swiglu<kLimited>(gate[j], up[j], limit);
       Staging::write_box(address, i, hidden);
-    }
+    });
     math.staging.release(s.tiles);
   }
 };

@@ -104,15 +104,12 @@ class HiddenGrad {
     float gate_grad[2], up_grad[2], weighted_hidden[2];
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {
-      const float raw_gate = i ? gates.y : gates.x, raw_up = i ? ups.y : ups.x;
       const float unweighted = i ? hidden_grad_1 : hidden_grad_0, grad = __fmul_rn(row.weight, unweighted);
-      const float g = clamp_gate<kLimited>(raw_gate, limit), u = clamp_up<kLimited>(raw_up, limit);
-      const float s = sigmoid(g), silu = __fmul_rn(g, s), hidden = __fmul_rn(silu, u);
-      const float slope = __fmaf_rn(silu, 1.f - s, s);
-      row.dot = __fmaf_rn(unweighted, hidden, row.dot);
-      gate_grad[i] = kLimited && raw_gate > limit ? 0.f : __fmul_rn(__fmul_rn(grad, u), slope);
-      up_grad[i] = kLimited && (raw_up > limit || raw_up < -limit) ? 0.f : __fmul_rn(grad, silu);
-      weighted_hidden[i] = __fmul_rn(row.weight, hidden);
+      const SwigluGrads back = swiglu_grads<kLimited>(i ? gates.y : gates.x, i ? ups.y : ups.x, grad, limit);
+      row.dot = __fmaf_rn(unweighted, back.hidden, row.dot);
+      gate_grad[i] = back.gate;
+      up_grad[i] = back.up;
+      weighted_hidden[i] = __fmul_rn(row.weight, back.hidden);
     }
     gate = pack_bf16(gate_grad[0], gate_grad[1]);
     up = pack_bf16(up_grad[0], up_grad[1]);

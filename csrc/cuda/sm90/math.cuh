@@ -1,6 +1,7 @@
 // Math warpgroups: how they come by their tasks, and what all of their products and epilogues have in common.
 #pragma once
 
+#include "cuda/sm90/fragments.cuh"
 #include "cuda/sm90/queue.cuh"
 
 namespace mok::cuda::sm90 {
@@ -60,8 +61,7 @@ struct Math {
   // Rows side by side, to be pushed.
   __device__ __forceinline__ void stage_rows(const Accumulators& acc, Shared& s) {
     const uint32_t address = Staging::row_address(s.tiles);
-#pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_row(address, i, acc + 8 * i);
+    for_each_fragment(acc, [&](int32_t i, const float* values) { Staging::write_row(address, i, values); });
     staging.release(s.tiles);
   }
   // This thread's place in its warpgroup's staging area, for vectors of 16 bytes.
@@ -72,7 +72,7 @@ struct Math {
   __device__ __forceinline__ void meet_warpgroup() { named_barrier(kGroupBarrier + thread_index() / 128, 128); }
   // Nothing is staged; the store warp learns that this warpgroup's own stores are issued, and signals.
   __device__ __forceinline__ void stage_nothing(Shared& s) {
-    fence_proxy_async();
+    Fences::before_release();
     staging.acquire(s.tiles);
     staging.release(s.tiles);
   }

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/communicate.cuh"
-#include "cuda/kernels.h"
+#include "cuda/sm90/fences.cuh"
 #include "cuda/sm90/math.cuh"
 #include "cuda/sm90/scheduler.cuh"
 #include "cuda/sm90/store.cuh"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store(const typename W::Rank& rank, Shared& s) {
     side.skip(task.left_out);
     W::store(rank, s, arena, task, side);
     bulk_wait_all();
-    fence_proxy_async();
+    Fences::before_release();
     __syncwarp();
     if (lane_index() == 0) signal(task, counters);
     side.skip(task.steps + task.chunks);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
     named_barrier(kPullBarrier, kMathWarps * 32);
     if (!common.go_on) break;
     run_pull(rank, schedule.plan, arena, common.task, pulled_rows(common.task, warp, kMathWarps), pieces);
-    fence_proxy_async();  // the products load the rows through the asynchronous proxy
+    Fences::before_release();
     named_barrier(kPullBarrier, kMathWarps * 32);
     if (thread_index() == 0) signal(common.task, counters);
   }

@@ -3,7 +3,6 @@
 // the cache, and a chip that is limited by its power runs faster. Otherwise the two know nothing of each other.
 #pragma once
 
-#include "cuda/kernels.h"
 #include "cuda/sm90/tile.cuh"
 
 namespace mok::cuda::sm90 {

@@ -4,7 +4,7 @@
 // rows take in a box of 64 columns, so that results can replace them in place.
 #pragma once
 
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/fragments.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -27,19 +27,11 @@ __device__ __forceinline__ int32_t fragment_offset() {
 // Rounded pre-activations of the tile, straight from registers: 512 bytes a warp and instruction.
 __device__ __forceinline__ void store_pre_activations(const Accumulators& acc, bf16* tile) {
   bf16* to = tile + fragment_offset();
-#pragma unroll
-  for (int32_t chunk = 0; chunk < kTileChunks; ++chunk) {
-#pragma unroll
-    for (int32_t half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int32_t v = 0; v < kChunkVectors; ++v) {
-        const float* a = acc + half * kAccumulators / 2 + (chunk * kChunkVectors + v) * 8;
-        const uint4 packed = {pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]),
-                              pack_bf16(a[6], a[7])};
-        *reinterpret_cast<uint4*>(to + chunk * kChunkElements + half * kChunkElements / 2 + v * 256) = packed;
-      }
-    }
-  }
+  for_each_gate_and_up(acc, [&](int32_t i, const float* gate, const float* up) {
+    bf16* place = to + i / kChunkVectors * kChunkElements + i % kChunkVectors * 256;
+    *reinterpret_cast<uint4*>(place) = rounded(gate);
+    *reinterpret_cast<uint4*>(place + kChunkElements / 2) = rounded(up);
+  });
 }
 
 }  // namespace mok::cuda::sm90

@@ -3,6 +3,7 @@
 
 #include "cuda/communicate.cuh"
 #include "cuda/sm90/barriers.cuh"
+#include "cuda/sm90/fences.cuh"
 #include "cuda/sm90/pair.cuh"
 
 namespace mok::cuda::sm90 {

@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "cuda/runtime/arguments.h"
 #include "cuda/runtime/tensor_map.h"
 
 namespace mok::cuda::sm90 {
@@ -31,61 +30,53 @@ struct Maker {
   }
 };
 
-// The weights of one rank's experts, and how large its arrays are.
+// How large a rank's arrays are.
 struct Arrays {
-  const bf16 *wi_0, *wi_1, *wo;
   Dimensions wide, narrow, pair;  // [ring_rows, H], [ring_rows, I], [ring_rows, 2, I]
   Dimensions like_wi, like_wo;    // [E_local, H, I], [E_local, I, H]
 
-  Arrays(const Call& c, int32_t i) {
-    const int64_t h = c.shape.hidden, inner = c.shape.intermediate, e = c.shape.local_experts;
-    wi_0 = nth(c.wi_0, i, e * h * inner);
-    wi_1 = nth(c.wi_1, i, e * h * inner);
-    wo = nth(c.wo, i, e * h * inner);
-    wide = {u64(h), u64(c.shape.ring_rows)};
-    narrow = {u64(inner), u64(c.shape.ring_rows)};
-    pair = {u64(inner), 2, u64(c.shape.ring_rows)};
-    like_wi = {u64(inner), u64(h), u64(e)};
-    like_wo = {u64(h), u64(inner), u64(e)};
-  }
+  explicit Arrays(const Shape& s)
+      : wide{u64(s.hidden), u64(s.ring_rows)},
+        narrow{u64(s.intermediate), u64(s.ring_rows)},
+        pair{u64(s.intermediate), 2, u64(s.ring_rows)},
+        like_wi{u64(s.intermediate), u64(s.hidden), u64(s.local_experts)},
+        like_wo{u64(s.hidden), u64(s.intermediate), u64(s.local_experts)} {}
 };
 
 }  // namespace
 
-bool make_tensor_maps(const ForwardCall& c, int32_t i, ForwardRank& rank) {
-  const Arrays a(c, i);
+bool make_tensor_maps(ForwardRank& r) {
+  const Arrays a(r.shape);
   Maker maker;
-  maker.bf16s(rank.rows_128, rank.rows, a.wide, 128);
-  maker.bf16s(rank.hidden_128, rank.hidden, a.narrow, 128);
-  maker.bf16s(rank.wi_0_64, a.wi_0, a.like_wi, 64);
-  maker.bf16s(rank.wi_1_64, a.wi_1, a.like_wi, 64);
-  maker.bf16s(rank.wo_64, a.wo, a.like_wo, 64);
-  maker.bf16s(rank.hidden_64, rank.hidden, a.narrow, 64);
+  maker.bf16s(r.rows_128, r.rows, a.wide, 128);
+  maker.bf16s(r.hidden_128, r.hidden, a.narrow, 128);
+  maker.bf16s(r.wi_0_64, r.wi_0, a.like_wi, 64);
+  maker.bf16s(r.wi_1_64, r.wi_1, a.like_wi, 64);
+  maker.bf16s(r.wo_64, r.wo, a.like_wo, 64);
+  maker.bf16s(r.hidden_64, r.hidden, a.narrow, 64);
   return maker.good;
 }
 
-bool make_tensor_maps(const BackwardCall& c, int32_t i, BackwardRank& rank) {
-  const Arrays a(c, i);
-  const bf16* gate_up_grads = nth(c.gate_up_grads, i, c.shape.ring_rows * 2 * c.shape.intermediate);
-  const bf16* saved_rows = nth(c.saved_rows, i, c.shape.ring_rows * c.shape.hidden);
+bool make_tensor_maps(BackwardRank& r) {
+  const Arrays a(r.shape);
   Maker maker;
-  maker.bf16s(rank.rows_128, rank.rows, a.wide, 128);
-  maker.bf16s(rank.wi_0_64, a.wi_0, a.like_wi, 64);
-  maker.bf16s(rank.wi_1_64, a.wi_1, a.like_wi, 64);
-  maker.bf16s(rank.grads_128, rank.grads, a.wide, 128);
-  maker.bf16s(rank.wo_128, a.wo, a.like_wo, 128);
-  maker.bf16s(rank.gate_up_grads_128, gate_up_grads, a.pair, 128, 2);
-  maker.bf16s(rank.hidden_128, rank.hidden, a.narrow, 128);
-  maker.bf16s(rank.wi_0_128, a.wi_0, a.like_wi, 128);
-  maker.bf16s(rank.wi_1_128, a.wi_1, a.like_wi, 128);
-  maker.bf16s(rank.rows_64, rank.rows, a.wide, 64);
-  maker.bf16s(rank.saved_rows_64, saved_rows, a.wide, 64);
-  maker.bf16s(rank.grads_64, rank.grads, a.wide, 64);
-  maker.bf16s(rank.gate_up_grads_64, gate_up_grads, a.pair, 64, 2);
-  maker.bf16s(rank.hidden_64, rank.hidden, a.narrow, 64);
-  maker.grads(rank.wi_0_grad_64, rank.wi_0_grad, c.grads_in_f32, a.like_wi);
-  maker.grads(rank.wi_1_grad_64, rank.wi_1_grad, c.grads_in_f32, a.like_wi);
-  maker.grads(rank.wo_grad_64, rank.wo_grad, c.grads_in_f32, a.like_wo);
+  maker.bf16s(r.rows_128, r.rows, a.wide, 128);
+  maker.bf16s(r.wi_0_64, r.wi_0, a.like_wi, 64);
+  maker.bf16s(r.wi_1_64, r.wi_1, a.like_wi, 64);
+  maker.bf16s(r.grads_128, r.grads, a.wide, 128);
+  maker.bf16s(r.wo_128, r.wo, a.like_wo, 128);
+  maker.bf16s(r.gate_up_grads_128, r.gate_up_grads, a.pair, 128, 2);
+  maker.bf16s(r.hidden_128, r.hidden, a.narrow, 128);
+  maker.bf16s(r.wi_0_128, r.wi_0, a.like_wi, 128);
+  maker.bf16s(r.wi_1_128, r.wi_1, a.like_wi, 128);
+  maker.bf16s(r.rows_64, r.rows, a.wide, 64);
+  maker.bf16s(r.saved_rows_64, r.saved_rows, a.wide, 64);
+  maker.bf16s(r.grads_64, r.grads, a.wide, 64);
+  maker.bf16s(r.gate_up_grads_64, r.gate_up_grads, a.pair, 64, 2);
+  maker.bf16s(r.hidden_64, r.hidden, a.narrow, 64);
+  maker.grads(r.wi_0_grad_64, r.wi_0_grad, r.grads_in_f32, a.like_wi);
+  maker.grads(r.wi_1_grad_64, r.wi_1_grad, r.grads_in_f32, a.like_wi);
+  maker.grads(r.wo_grad_64, r.wo_grad, r.grads_in_f32, a.like_wo);
   return maker.good;
 }
 

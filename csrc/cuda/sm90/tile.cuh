@@ -6,7 +6,7 @@
 // Epilogues use stages as well.
 #pragma once
 
-#include "cuda/params.h"
+#include "cuda/sm90/arguments.h"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace mok::cuda::sm90 {

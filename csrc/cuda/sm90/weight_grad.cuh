@@ -89,10 +89,9 @@ class WeightGrad {
   __device__ static __forceinline__ bool begin(Accumulators& acc, const Rank& rank, const QueuedTask& t,
                                                const Product& p) {
     if (p.begun) {
-      load_straddle(acc, straddle_of(rank, t));
+      load_fragments(acc, straddle_of(rank, t));
     } else if (p.steps == 0) {
-#pragma unroll
-      for (float& v : acc) v = 0.f;
+      clear_fragments(acc);
     }
     return rank.grads_in_f32;
   }
@@ -100,7 +99,7 @@ class WeightGrad {
   __device__ static __forceinline__ void epilogue(const Accumulators& acc, bool in_f32, const Rank& rank, Shared& s,
                                                   const QueuedTask& t, const Product& p, Math& math) {
     if (p.goes_on) {
-      store_straddle(acc, straddle_of(rank, t));
+      save_fragments(acc, straddle_of(rank, t));
       math.stage_nothing(s);
     } else if (in_f32) {
       stage_f32<0>(acc, s, math);
@@ -132,31 +131,14 @@ class WeightGrad {
   }
 
  private:
-  // Accumulators of an unfinished gradient, in the order of registers: coalesced 16 bytes a thread.
-  __device__ static __forceinline__ float4* straddle_of(const Rank& rank, const Task& t) {
-    return reinterpret_cast<float4*>(rank.straddle + int64_t{t.part} * kBlockRows * kTileColumns) + thread_index();
-  }
-  __device__ static __forceinline__ void load_straddle(Accumulators& acc, const float4* from) {
-#pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 4; ++i) {
-      const float4 v = __ldcg(from + i * kMathWarps * 32);
-      acc[4 * i] = v.x;
-      acc[4 * i + 1] = v.y;
-      acc[4 * i + 2] = v.z;
-      acc[4 * i + 3] = v.w;
-    }
-  }
-  __device__ static __forceinline__ void store_straddle(const Accumulators& acc, float4* to) {
-#pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 4; ++i) {
-      to[i * kMathWarps * 32] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-    }
+  // Where accumulators of an unfinished gradient wait.
+  __device__ static __forceinline__ float* straddle_of(const Rank& rank, const Task& t) {
+    return rank.straddle + int64_t{t.part} * kBlockRows * kTileColumns;
   }
 
   __device__ static __forceinline__ void stage_bf16(const Accumulators& acc, Shared& s, Math& math) {
     const uint32_t address = Staging::box_address(s.tiles);
-#pragma unroll
-    for (int32_t i = 0; i < kAccumulators / 8; ++i) Staging::write_box(address, i, acc + 8 * i);
+    for_each_fragment(acc, [&](int32_t i, const float* values) { Staging::write_box(address, i, values); });
     math.staging.release(s.tiles);
   }
   // Half of the tile's columns in f32 fill the staging area.

@@ -1,4 +1,4 @@
-// The tile interface of Hopper, sm90/wgmma.cuh and sm90/tile.cuh, on matrices that reveal their indices: one operand
+// The tile interface of Hopper, wgmma.cuh and tile.cuh, on matrices that reveal their indices: one operand
 // selects a single k for each row (or column) of the result, the other one encodes where each of its elements lies. So
 // every element of the result says which element of which operand it came from; a descriptor, a swizzle or an order of
 // registers that were wrong would show, and where.
