@@ -50,11 +50,12 @@ def _code_for(architectures):
     return [flag for name in architectures for flag in ("-gencode", f"arch=compute_{name},code=sm_{name}")]
 
 
-def _compile(output, sources, *flags, architectures=tuple(ARCHITECTURES.values())):
+def _compile(output, sources, *flags, architectures=None):
     nvcc = find_tool("nvcc")
     assert nvcc, "building a device test needs nvcc"
     path = pathlib.Path(_directory().name) / output
-    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *_code_for(architectures), "--threads", "0", *flags]
+    code = _code_for(architectures or ARCHITECTURES.values())
+    command = [nvcc, "-std=c++20", "-O2", f"-I{CSRC}", *code, "--threads", "0", *flags]
     command += ["-Xptxas", "-warn-spills,-warn-lmem-usage,--warning-as-error"]
     command += [str(CSRC / source) for source in sources]
     result = subprocess.run([*command, "-o", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

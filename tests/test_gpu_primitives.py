@@ -1,5 +1,5 @@
 """The instructions that the GPU kernels are made of, and the tile interface of each architecture: each function of
-`csrc/cuda/ptx.cuh`, the ring of `pieces.cuh`, and of an architecture's `tile.cuh` every layout with matrices that
+`csrc/cuda/ptx.cuh`, `copy_ring.cuh`, and of an architecture's `tile.cuh` every layout with matrices that
 reveal indices.
 
 The tests themselves are in `csrc/cuda/test` and in the `test` of each architecture, beside what they test.
@@ -10,7 +10,7 @@ import re
 import cuda_programs
 import pytest
 
-PROGRAMS = ("primitives", "pieces", "tile")
+PROGRAMS = ("primitives", "copy_ring", "tile")
 TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong
 
 

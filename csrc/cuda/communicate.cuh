@@ -11,13 +11,13 @@ namespace mok::cuda {
 
 // Shared memory of one warp that communicates.
 struct CommunicationBuffer {
-  Pieces::Memory pieces;
+  CopyRing::Memory copies;
   Task task;
   SlotBlock block;
   int32_t go_on;
 };
 
-// Goes through up to 32 rows piece by piece.
+// Goes through up to 32 rows copy by copy.
 struct RowCursor {
   int32_t row = 0, offset = 0;  // in the row, bytes, of this lane's first vector
   int32_t row_bytes;
@@ -25,9 +25,9 @@ struct RowCursor {
   __device__ __forceinline__ explicit RowCursor(int32_t row_bytes) : offset(lane_index() * 16), row_bytes(row_bytes) {}
   __device__ __forceinline__ int32_t left() const { return row_bytes - offset; }
   __device__ __forceinline__ void advance() {
-    offset += Pieces::kBytes;
-    if (offset - offset % Pieces::kBytes < row_bytes) return;  // alike in all lanes
-    offset %= Pieces::kBytes;
+    offset += CopyRing::kBytes;
+    if (offset - offset % CopyRing::kBytes < row_bytes) return;  // alike in all lanes
+    offset %= CopyRing::kBytes;
     ++row;
   }
 };
@@ -35,35 +35,36 @@ struct RowCursor {
 // Copies `rows` rows of row_bytes; source(row) is the address at the source, called by every lane.
 template <class Source>
 __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8_t* to, const Source& source,
-                                          Pieces& pieces) {
+                                          CopyRing& copies) {
   const uint64_t address = lane_index() < rows ? reinterpret_cast<uint64_t>(source(lane_index())) : 0;
   RowCursor next(row_bytes);
   const auto load = [&] {
     const uint64_t from = __shfl_sync(0xffffffff, address, next.row % 32) + next.offset;
-    pieces.load(reinterpret_cast<const uint8_t*>(from), next.row < rows ? next.left() : 0);
+    copies.load(reinterpret_cast<const uint8_t*>(from), next.row < rows ? next.left() : 0);
     next.advance();
   };
-  for (int32_t i = 0; i < Pieces::kCount; ++i) load();
+  for (int32_t i = 0; i < CopyRing::kCount; ++i) load();
   for (RowCursor at(row_bytes); at.row < rows; at.advance()) {
-    const uint32_t piece = pieces.wait();
+    const uint32_t copy = copies.wait();
     uint8_t* place = to + int64_t{at.row} * row_bytes + at.offset;
-    uint4 held[Pieces::kVectors];  // all at once, since shared memory takes its time
+    uint4 held[CopyRing::kVectors];  // all at once, since shared memory takes its time
 #pragma unroll
-    for (int32_t v = 0; v < Pieces::kVectors; ++v) held[v] = load_shared(piece + v * Pieces::kVectorBytes);
+    for (int32_t v = 0; v < CopyRing::kVectors; ++v) held[v] = load_shared(copy + v * CopyRing::kVectorBytes);
 #pragma unroll
-    for (int32_t v = 0; v < Pieces::kVectors; ++v) {
-      const int32_t offset = v * Pieces::kVectorBytes;
+    for (int32_t v = 0; v < CopyRing::kVectors; ++v) {
+      const int32_t offset = v * CopyRing::kVectorBytes;
       if (offset < at.left()) *reinterpret_cast<uint4*>(place + offset) = held[v];
     }
     load();
   }
-  pieces.finish();
+  copies.finish();
 }
 
 // Copies these rows of a task's block from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since
 // alone it stages none. Padding rows become zero.
 __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
-                                     Range rows, const bf16* mine, int64_t source_offset, bf16* ring, Pieces& pieces) {
+                                     Range rows, const bf16* mine, int64_t source_offset, bf16* ring,
+                                     CopyRing& copies) {
   const int64_t h = rank.shape.hidden;
   const int32_t real = smaller(rows.size(), larger(0, plan.real_rows(t.expert, t.block) - rows.begin));
   const RowSource* table = rank.row_table + t.block * kRowBlock + rows.begin;
@@ -73,7 +74,7 @@ __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const D
     const bf16* from = source.rank == plan.rank ? mine : rank.in_arena<bf16>(source.rank, arena.at(source_offset));
     return from + source.slot / static_cast<int32_t>(rank.shape.top_k) * h;
   };
-  copy_rows(real, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), source_of, pieces);
+  copy_rows(real, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), source_of, copies);
   uint4* rest = reinterpret_cast<uint4*>(to + real * h);
   for (int64_t i = lane_index(); i < (rows.size() - real) * h / 8; i += 32) rest[i] = uint4{};
 }
@@ -93,15 +94,15 @@ __device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan,
 }
 
 __device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceArena& arena,
-                                         const Task& t, Range rows, Pieces& pieces) {
-  pull(rank, plan, arena, t, rows, rank.x, arena.layout.x, rank.rows, pieces);
+                                         const Task& t, Range rows, CopyRing& copies) {
+  pull(rank, plan, arena, t, rows, rank.x, arena.layout.x, rank.rows, copies);
 }
 __device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceArena& arena,
-                                         const Task& t, Range rows, Pieces& pieces) {
+                                         const Task& t, Range rows, CopyRing& copies) {
   const bool grads = t.kind == TaskKind::pull_grads;
   if (grads) pull_weights(rank, plan, arena, t, rows, rank.row_weights);
   pull(rank, plan, arena, t, rows, grads ? rank.dy : rank.x, grads ? arena.layout.dy : arena.layout.x,
-       grads ? rank.grads : rank.rows, pieces);
+       grads ? rank.grads : rank.rows, copies);
 }
 
 __device__ __forceinline__ void signal(const Task& task, int32_t* counters) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
   const DeviceArena arena(rank.shape);
   const CounterMap map(plan);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
-  Pieces pieces(buffer.pieces);
+  CopyRing copies(buffer.copies);
   const int32_t lane = lane_index();
   while (true) {
     if (lane == 0) {
@@ -152,9 +153,9 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
     if (task.kind == TaskKind::notify) {
       notify_sources(rank, task);
     } else if (task.kind == TaskKind::reduce) {
-      run_reduce(rank, call, task, buffer.block, pieces);
+      run_reduce(rank, call, task, buffer.block, copies);
     } else {
-      run_pull(rank, plan, arena, task, pulled_rows(task), pieces);
+      run_pull(rank, plan, arena, task, pulled_rows(task), copies);
       R::Fences::before_release();
       __syncwarp();
       if (lane == 0) signal(task, counters);

@@ -3,8 +3,8 @@
 // but the memory's time.
 #pragma once
 
+#include "cuda/copy_ring.cuh"
 #include "cuda/params.h"
-#include "cuda/pieces.cuh"
 
 namespace mok::cuda {
 
@@ -35,7 +35,8 @@ struct Float8 {
   }
 };
 
-inline constexpr int32_t kSlotColumns = Pieces::kBytes / 2, kSlotVectors = Pieces::kVectors;  // of 8 columns, a lane
+inline constexpr int32_t kSlotColumns = CopyRing::kBytes / 2,
+                         kSlotVectors = CopyRing::kVectors;  // of 8 columns, a lane
 
 // What a task's slots have in common: `width` columns of the slots of some tokens. Lies in shared memory, since the
 // sums need the registers.
@@ -68,16 +69,16 @@ struct SlotBlock {
   }
 };
 
-// Half of a lane's vectors of a piece.
-struct HalfPiece {
+// Half of a lane's vectors of a copy.
+struct HalfCopy {
   static_assert(kSlotVectors % 2 == 0);
   static constexpr int32_t kVectors = kSlotVectors / 2;
   uint4 vectors[kVectors];
 
-  __device__ __forceinline__ void load(uint32_t piece, int32_t half) {
+  __device__ __forceinline__ void load(uint32_t copy, int32_t half) {
 #pragma unroll
     for (int32_t i = 0; i < kVectors; ++i) {
-      vectors[i] = load_shared(piece + (half * kVectors + i) * Pieces::kVectorBytes);
+      vectors[i] = load_shared(copy + (half * kVectors + i) * CopyRing::kVectorBytes);
     }
   }
   __device__ __forceinline__ void add_to(Float8* sums, float scale) const {
@@ -86,35 +87,35 @@ struct HalfPiece {
   }
 };
 
-// A block's slots on their way: token by token, of each its columns, of each all slots. What every piece needs is in
+// A block's slots on their way: token by token, of each its columns, of each all slots. What every copy needs is in
 // registers: a communication warp has its loop to itself, and nothing else to hide latencies.
 class SlotStream {
  public:
-  __device__ __forceinline__ SlotStream(const SlotBlock& b, Pieces& pieces)
-      : pieces_(pieces), slot_bytes_(static_cast<int32_t>(b.h) * 2), top_k_(b.top_k), tokens_left_(b.tokens) {
+  __device__ __forceinline__ SlotStream(const SlotBlock& b, CopyRing& copies)
+      : copies_(copies), slot_bytes_(static_cast<int32_t>(b.h) * 2), top_k_(b.top_k), tokens_left_(b.tokens) {
     begin_columns(b);
-    for (int32_t i = 0; i < Pieces::kCount; ++i) load_next(b);
-    first_.load(pieces_.wait(), 0);
+    for (int32_t i = 0; i < CopyRing::kCount; ++i) load_next(b);
+    first_.load(copies_.wait(), 0);
   }
 
-  // Adds the current slot's columns, scaled, if it is `present`, and goes on to the next slot. One half of a piece
+  // Adds the current slot's columns, scaled, if it is `present`, and goes on to the next slot. One half of a copy
   // comes from shared memory while the other one is added; in one branch, so that the compiler mixes them.
   __device__ __forceinline__ void add(Float8 (&sums)[kSlotVectors], bool present, float scale, const SlotBlock& b) {
     if (present) {
-      HalfPiece second;
-      second.load(pieces_.current(), 1);
+      HalfCopy second;
+      second.load(copies_.current(), 1);
       first_.add_to(sums, scale);
-      first_.load(pieces_.wait_for_next(), 0);
-      second.add_to(sums + HalfPiece::kVectors, scale);
+      first_.load(copies_.wait_for_next(), 0);
+      second.add_to(sums + HalfCopy::kVectors, scale);
     } else {
-      first_.load(pieces_.wait_for_next(), 0);
+      first_.load(copies_.wait_for_next(), 0);
     }
     load_next(b);
   }
 
  private:
   __device__ __forceinline__ void load_next(const SlotBlock& b) {
-    pieces_.load(from_, tokens_left_ > 0 ? bytes_ : 0);
+    copies_.load(from_, tokens_left_ > 0 ? bytes_ : 0);
     from_ += slot_bytes_;
     if (++k_ == top_k_) end_columns(b);
   }
@@ -133,8 +134,8 @@ class SlotStream {
     begin_columns(b);
   }
 
-  Pieces& pieces_;
-  HalfPiece first_;
+  CopyRing& copies_;
+  HalfCopy first_;
   const uint8_t* from_;
   int32_t slot_bytes_, top_k_, tokens_left_, bytes_, column_ = 0, k_ = 0;  // bytes_: to this lane's right
 };
@@ -165,10 +166,10 @@ struct SlotTerms {
 };
 
 template <bool kWeighted>
-__device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces) {
+__device__ __forceinline__ void reduce_tokens(const SlotBlock& b, CopyRing& copies) {
   SlotTerms<kWeighted> next;  // a token ahead
   next.look_up(b, 0, 0);
-  SlotStream stream(b, pieces);
+  SlotStream stream(b, copies);
   for (int32_t token = 0; token < b.tokens; ++token) {
     SlotTerms<kWeighted> terms = next;
     next.look_up(b, token + 1, 0);
@@ -184,12 +185,12 @@ __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, Pieces& pieces
       bf16* out = b.out + token * b.h + own;
 #pragma unroll
       for (int32_t v = 0; v < kSlotVectors; ++v) {
-        const int32_t offset = v * (Pieces::kVectorBytes / 2);
+        const int32_t offset = v * (CopyRing::kVectorBytes / 2);
         if (own + offset < b.width) *reinterpret_cast<uint4*>(out + offset) = sums[v].rounded();
       }
     }
   }
-  pieces.finish();
+  copies.finish();
 }
 
 // Router gradients of the same tokens: as they came; of empty slots 0, of bad tokens NaN.
@@ -204,13 +205,13 @@ __device__ __forceinline__ void collect_router_grads(const BackwardRank& rank, c
 
 template <KernelRank R>
 __device__ __forceinline__ void run_reduce(const R& rank, int64_t call, const Task& t, SlotBlock& block,
-                                           Pieces& pieces) {
+                                           CopyRing& copies) {
   constexpr bool kForward = R::kDirection == Direction::forward;
   const TileCounts& tiles = rank.tiles;
   const ColumnGroups groups = kForward ? down_groups(tiles) : row_grad_groups(tiles);
   if (lane_index() == 0) block.look_up(rank, call, t, groups, R::kTileColumns);
   __syncwarp();
-  reduce_tokens<kForward>(block, pieces);
+  reduce_tokens<kForward>(block, copies);
   if constexpr (!kForward) {
     if (t.part == 0) collect_router_grads(rank, block);
   }

@@ -56,8 +56,7 @@ Error launch_kernel(const void* kernel, const std::vector<R>& ranks, const Grid&
     launch.many = static_cast<const R*>(many);
   }
   void* pointers[] = {&launch};
-  MOK_CUDA_TRY(
-      cudaLaunchKernel(kernel, dim3(grid.ctas), dim3(grid.threads), pointers, grid.shared_bytes, stream));
+  MOK_CUDA_TRY(cudaLaunchKernel(kernel, dim3(grid.ctas), dim3(grid.threads), pointers, grid.shared_bytes, stream));
   if (many) MOK_CUDA_TRY(cudaFreeAsync(many, stream));
   return std::nullopt;
 }

@@ -28,8 +28,9 @@
 
 namespace mok::cuda::sm90 {
 
-// A math warpgroup's 128 threads, kGroupBarrier + 0 or 1: all have read what hidden_grad parked in the staging area.
-inline constexpr int32_t kGroupBarrier = 1;
+// A math warpgroup's 128 threads, kWarpgroupBarrier + 0 or 1: all have read what hidden_grad parked in the staging
+// area.
+inline constexpr int32_t kWarpgroupBarrier = 1;
 // All 256 math threads, around each of a call's first pulls: the task is there; its rows are.
 inline constexpr int32_t kPullBarrier = 3;
 // 288 threads: math warps and the producer, before which the stages hold first pulls; and math warps and the store

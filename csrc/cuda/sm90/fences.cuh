@@ -1,5 +1,5 @@
-// The fences that code which all architectures share asks for (KernelRank in params.h). The copy engine reads and writes
-// through the asynchronous proxy, threads through the generic one.
+// The fences that code which all architectures share asks for (KernelRank in params.h). The copy engine reads and
+// writes through the asynchronous proxy, threads through the generic one.
 #pragma once
 
 #include "cuda/ptx.cuh"

@@ -49,8 +49,8 @@ __device__ __forceinline__ void clear_fragments(Accumulators& acc) {
 
 // A fragment as pairs of bf16, in its order.
 __device__ __forceinline__ uint4 rounded(const float* fragment) {
-  return {pack_bf16(fragment[0], fragment[1]), pack_bf16(fragment[2], fragment[3]),
-          pack_bf16(fragment[4], fragment[5]), pack_bf16(fragment[6], fragment[7])};
+  return {pack_bf16(fragment[0], fragment[1]), pack_bf16(fragment[2], fragment[3]), pack_bf16(fragment[4], fragment[5]),
+          pack_bf16(fragment[6], fragment[7])};
 }
 
 }  // namespace mok::cuda::sm90

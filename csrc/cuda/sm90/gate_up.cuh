@@ -50,13 +50,14 @@ class GateUp : public GateUpProduct<ForwardRank> {
   }
 
   __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const QueuedTask& t, StoreSide& side) {
-    for (int32_t group = 0; group < 2; ++group) {
-      const uint8_t* staged = side.acquire(s.tiles, group);
-      if (lane_index() < kGateUpColumns / kBoxColumns && group * kGroupRows < t.real_rows) {
+    for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+      const uint8_t* staged = side.acquire(s.tiles, warpgroup);
+      if (lane_index() < kGateUpColumns / kBoxColumns && warpgroup * kWarpgroupRows < t.real_rows) {
         const int32_t column = t.part * kGateUpColumns + lane_index() * kBoxColumns;
-        tensor_store_2d(&rank.hidden_64, staged + lane_index() * kStagingBox, column, t.ring_row + group * kGroupRows);
+        tensor_store_2d(&rank.hidden_64, staged + lane_index() * kStagingBox, column,
+                        t.ring_row + warpgroup * kWarpgroupRows);
       }
-      side.release(s.tiles, group);
+      side.release(s.tiles, warpgroup);
     }
     side.advance();
   }

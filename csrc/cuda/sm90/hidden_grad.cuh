@@ -67,8 +67,8 @@ class HiddenGrad {
   // failure, has waited for nothing: others may still read what is in its place.
   __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const QueuedTask& t, StoreSide& side) {
     for (int32_t chunk = 0; chunk < t.chunks; ++chunk) {
-      const int32_t slot = side.wait_chunk(s.tiles, t.steps + chunk);
-      const uint8_t* stage = s.tiles.stages[slot];
+      const int32_t place = side.wait_chunk(s.tiles, t.steps + chunk);
+      const uint8_t* stage = s.tiles.stages[place];
       const int32_t column = t.part * kTileColumns + chunk * kChunkColumns;
       if (t.real_rows > 0) {
         tensor_store_3d(&rank.gate_up_grads_128, stage, column, 0, t.ring_row);
@@ -77,7 +77,7 @@ class HiddenGrad {
       }
       bulk_commit();
       bulk_wait_read<0>();
-      mbarrier_arrive(&s.tiles.stage_empty[slot], kMathArrivals);
+      mbarrier_arrive(&s.tiles.stage_empty[place], kMathArrivals);
     }
   }
 

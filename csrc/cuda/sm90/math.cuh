@@ -16,14 +16,14 @@ struct Math {
 
   __device__ __forceinline__ Product take(Shared& s) {
     if (!knows_next) {
-      mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
-      next = s.queue[turn.slot()].product();
+      mbarrier_wait(&s.queue_full[turn.place()], turn.parity());
+      next = s.queue[turn.place()].product();
     }
     knows_next = false;
     return next;
   }
   __device__ __forceinline__ void finish(Shared& s) {
-    give_back_task(s, turn.slot());
+    give_back_task(s, turn.place());
     turn.advance();
   }
   // While the last step of a product runs, a task waits for the staging area, which its epilogue then need not do; and
@@ -32,8 +32,8 @@ struct Math {
     staging.acquire(s.tiles);
     Turn<kQueue> after = turn;
     after.advance();
-    knows_next = mbarrier_test(&s.queue_full[after.slot()], after.parity());
-    if (knows_next) next = s.queue[after.slot()].product();
+    knows_next = mbarrier_test(&s.queue_full[after.place()], after.parity());
+    if (knows_next) next = s.queue[after.place()].product();
   }
   // Accumulators live no longer than their task: registers that survived it would be copied around each product.
   template <Layout layout>
@@ -44,11 +44,11 @@ struct Math {
   // A warpgroup whose rows of a block are all padding lets the block's tiles pass, and leaves the tensor cores and the
   // power to the other one. Nobody reads what the rings then hold in these rows.
   __device__ __forceinline__ static bool has_rows(const Product& p) {
-    return thread_index() / 128 * kGroupRows < p.real_rows;
+    return thread_index() / 128 * kWarpgroupRows < p.real_rows;
   }
   __device__ __forceinline__ void pass_steps(Shared& s, int32_t steps, int32_t shared_steps) {
     for (int32_t step = 0; step < steps; ++step) {
-      pass_stage(s, [&] { give_back(s.tiles, stages.slot(), step, shared_steps); });
+      pass_stage(s, [&] { give_back(s.tiles, stages.place(), step, shared_steps); });
     }
   }
   template <class Done>
@@ -69,7 +69,7 @@ struct Math {
     return shared_address(s.tiles.staging[thread_index() / 128]) + thread_index() % 128 * 16;
   }
   // Until all threads of this warpgroup are here.
-  __device__ __forceinline__ void meet_warpgroup() { named_barrier(kGroupBarrier + thread_index() / 128, 128); }
+  __device__ __forceinline__ void meet_warpgroup() { named_barrier(kWarpgroupBarrier + thread_index() / 128, 128); }
   // Nothing is staged; the store warp learns that this warpgroup's own stores are issued, and signals.
   __device__ __forceinline__ void stage_nothing(Shared& s) {
     Fences::before_release();

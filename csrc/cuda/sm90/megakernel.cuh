@@ -36,7 +36,7 @@ __device__ __forceinline__ void compute(const typename W::Rank& rank, Shared& s)
     const Product product = math.take(s);
     if (product.kind == kStop) return;
     math.pass_steps(s, product.left_out, 0);
-    W::compute(rank, s, s.queue[math.turn.slot()], product, math);
+    W::compute(rank, s, s.queue[math.turn.place()], product, math);
     math.finish(s);
   }
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
   const DeviceArena arena(rank.shape);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   CommunicationBuffer *buffers = math_buffers(s), &common = buffers[0];
-  Pieces pieces(buffers[warp].pieces);
+  CopyRing copies(buffers[warp].copies);
   while (true) {
     if (thread_index() == 0) {
       const int64_t ticket = add(rank.header().first_pull_ticket, 1);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
     }
     named_barrier(kPullBarrier, kMathWarps * 32);
     if (!common.go_on) break;
-    run_pull(rank, schedule.plan, arena, common.task, pulled_rows(common.task, warp, kMathWarps), pieces);
+    run_pull(rank, schedule.plan, arena, common.task, pulled_rows(common.task, warp, kMathWarps), copies);
     Fences::before_release();
     named_barrier(kPullBarrier, kMathWarps * 32);
     if (thread_index() == 0) signal(common.task, counters);

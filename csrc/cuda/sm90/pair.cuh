@@ -45,14 +45,14 @@ struct Mailbox {
     }
   }
   __device__ __forceinline__ void send(Turn<kPlaces>& turn, int64_t ticket) {
-    const int32_t place = turn.slot();
+    const int32_t place = turn.place();
     mbarrier_acquire_cluster(&received[place], turn.parity() ^ 1);
     store_cluster(cluster_address(&tickets[place], 1), ticket);
     mbarrier_release_cluster(cluster_address(&sent[place], 1));
     turn.advance();
   }
   __device__ __forceinline__ int64_t receive(Turn<kPlaces>& turn) {
-    const int32_t place = turn.slot();
+    const int32_t place = turn.place();
     mbarrier_acquire_cluster(&sent[place], turn.parity());
     const int64_t ticket = *static_cast<volatile int64_t*>(&tickets[place]);
     mbarrier_release_cluster(cluster_address(&received[place], 0));
@@ -81,13 +81,13 @@ class Loader {
     uint8_t* stage = stages_.acquire(m, kStageBytes);
     uint64_t* full = stages_.full(m);
     if (shared_) {
-      const int32_t slot = stages_.slot(), own = cluster_rank();
+      const int32_t place = stages_.place(), own = cluster_rank();
       // Before a product's first steps a stage may have held anything, and only this producer knows that it is free.
       // Then it is free when the math warps are done with the product's step before in it, and they tell (give_back).
-      if (step_++ < kStages) mbarrier_arrive_cluster(cluster_address(&m.other_free[slot], own ^ 1), kMathArrivals);
+      if (step_++ < kStages) mbarrier_arrive_cluster(cluster_address(&m.other_free[place], own ^ 1), kMathArrivals);
       load_left(stage, full);
-      mbarrier_wait(&m.other_free[slot], parities_ >> slot & 1);
-      parities_ ^= 1u << slot;
+      mbarrier_wait(&m.other_free[place], parities_ >> place & 1);
+      parities_ ^= 1u << place;
       load_right(own, stage + kRight + own * kHalfBytes, full, true);
     } else {
       load_left(stage, full);

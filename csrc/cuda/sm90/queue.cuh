@@ -63,20 +63,20 @@ __device__ __forceinline__ CommunicationBuffer* math_buffers(Shared& s) {
 }
 
 // By a whole warp, which no longer needs the task.
-__device__ __forceinline__ void give_back_task(Shared& s, int32_t slot) {
+__device__ __forceinline__ void give_back_task(Shared& s, int32_t place) {
   __syncwarp();
-  if (arrives()) mbarrier_arrive(&s.queue_empty[slot]);
+  if (arrives()) mbarrier_arrive(&s.queue_empty[place]);
 }
 
 // Calls work(task) for every task of the queue, by a whole warp.
 template <class Step>
 __device__ __forceinline__ void for_each_task(Shared& s, const Step& work) {
   for (Turn<kQueue> turn;; turn.advance()) {
-    mbarrier_wait(&s.queue_full[turn.slot()], turn.parity());
-    const QueuedTask& task = s.queue[turn.slot()];
+    mbarrier_wait(&s.queue_full[turn.place()], turn.parity());
+    const QueuedTask& task = s.queue[turn.place()];
     if (task.kind == kStop) return;
     work(task);
-    give_back_task(s, turn.slot());
+    give_back_task(s, turn.place());
   }
 }
 

@@ -19,11 +19,11 @@ class Scheduler {
 
   __device__ __forceinline__ void run() {
     for (Turn<kQueue> turn;; turn.advance()) {
-      mbarrier_wait(&s_.queue_empty[turn.slot()], turn.parity() ^ 1);
-      QueuedTask& task = s_.queue[turn.slot()];
+      mbarrier_wait(&s_.queue_empty[turn.place()], turn.parity() ^ 1);
+      QueuedTask& task = s_.queue[turn.place()];
       next(task);
       task.Product::kind = task.kind;
-      mbarrier_arrive(&s_.queue_full[turn.slot()]);
+      mbarrier_arrive(&s_.queue_full[turn.place()]);
       if (task.kind == kStop) return;
     }
   }

@@ -10,23 +10,23 @@ __device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& a
                                           StoreSide& side) {
   const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
   const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
-  for (int32_t group = 0; group < 2; ++group) {
-    const uint8_t* staged = side.acquire(s.tiles, group);
-    for (int32_t i = lane_index(); i < smaller(kGroupRows, t.real_rows - group * kGroupRows); i += 32) {
-      const RowSource to = rank.row_table[t.block * kRowBlock + group * kGroupRows + i];
+  for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+    const uint8_t* staged = side.acquire(s.tiles, warpgroup);
+    for (int32_t i = lane_index(); i < smaller(kWarpgroupRows, t.real_rows - warpgroup * kWarpgroupRows); i += 32) {
+      const RowSource to = rank.row_table[t.block * kRowBlock + warpgroup * kWarpgroupRows + i];
       bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
       bulk_store(slot, staged + i * kStagingPitch, bytes);
     }
-    side.release(s.tiles, group);
+    side.release(s.tiles, warpgroup);
   }
   side.advance();
 }
 
 // The math warps have stored by themselves.
 __device__ __forceinline__ void store_nothing(Shared& s, StoreSide& side) {
-  for (int32_t group = 0; group < 2; ++group) {
-    side.acquire(s.tiles, group);
-    side.release(s.tiles, group);
+  for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+    side.acquire(s.tiles, warpgroup);
+    side.release(s.tiles, warpgroup);
   }
   side.advance();
 }

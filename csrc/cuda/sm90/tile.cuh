@@ -11,19 +11,19 @@
 
 namespace mok::cuda::sm90 {
 
-inline constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock), kGroupRows = kBlockRows / 2;
+inline constexpr int32_t kBlockRows = static_cast<int32_t>(kRowBlock), kWarpgroupRows = kBlockRows / 2;
 inline constexpr int32_t kGateUpColumns = kTileColumns / 2;
 inline constexpr int32_t kAccumulators = 128;  // a thread: 64 x 256 over 128 threads
 using Accumulators = float[kAccumulators];
 inline constexpr int32_t kStepDepth = 64;
-inline constexpr int32_t kGroupBytes = kGroupRows * kStepDepth * 2;  // a warpgroup's part of the left operand
-inline constexpr int32_t kRight = 2 * kGroupBytes;                   // where in a step the right operand begins
+inline constexpr int32_t kWarpgroupBytes = kWarpgroupRows * kStepDepth * 2;  // a warpgroup's part of the left operand
+inline constexpr int32_t kRight = 2 * kWarpgroupBytes;                       // where in a step the right operand begins
 inline constexpr int32_t kStageBytes = kRight + kTileColumns * kStepDepth * 2;
 inline constexpr int32_t kStages = 3;
 inline constexpr int32_t kBoxColumns = 64;  // of a transposed operand: 128 bytes
 inline constexpr int32_t kBoxBytes = kStepDepth * kBoxColumns * 2;
 inline constexpr int32_t kStagingPitch = kTileColumns * 2 + 16;  // bytes; 16 more, so that stmatrix has no conflicts
-inline constexpr int32_t kStagingBox = kGroupRows * 128;         // bytes: 64 rows of 128, in the 128-byte swizzle
+inline constexpr int32_t kStagingBox = kWarpgroupRows * 128;     // bytes: 64 rows of 128, in the 128-byte swizzle
 inline constexpr int32_t kMathRegisters = 208, kServiceRegisters = 88;
 // Warpgroups take only what others have given, else they wait for ever: a launch of 384 threads has 168 for each.
 static_assert(2 * kMathRegisters + kServiceRegisters <= 3 * 168);
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool arrives() { return kArrivals == 32 || lane_index
 
 struct TileMemory {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
-  alignas(1024) uint8_t staging[2][kGroupRows * kStagingPitch];
+  alignas(1024) uint8_t staging[2][kWarpgroupRows * kStagingPitch];
   uint64_t stage_full[kStages], stage_empty[kStages];
   uint64_t staging_full[2], staging_empty[2];
   uint64_t other_free[kStages];  // the stage of the pair's other CTA, for a shared step: by its math warps
@@ -65,11 +65,11 @@ struct TileMemory {
   }
 };
 
-// Position in a ring of barriers: slot, and the parity of the phase to wait for. Packed, since registers are scarce.
+// Position in a ring of barriers: place, and the parity of the phase to wait for. Packed, since registers are scarce.
 template <int32_t size>
 class Turn {
  public:
-  __device__ __forceinline__ int32_t slot() const { return state_ >> 1; }
+  __device__ __forceinline__ int32_t place() const { return state_ >> 1; }
   __device__ __forceinline__ uint32_t parity() const { return state_ & 1; }
   __device__ __forceinline__ void advance() { state_ = state_ >> 1 == size - 1 ? (state_ & 1) ^ 1 : state_ + 2; }
 
@@ -83,32 +83,32 @@ class Stages {
   // Producer: waits until the next stage is free, and announces the bytes that come into it. Those from the pair's
   // other CTA may have come before; the phase does not end without this arrival.
   __device__ __forceinline__ uint8_t* acquire(TileMemory& m, uint32_t bytes) {
-    const int32_t slot = turn_.slot();
-    mbarrier_wait(&m.stage_empty[slot], turn_.parity() ^ 1);
-    mbarrier_arrive_expect(&m.stage_full[slot], bytes);
-    return m.stages[slot];
+    const int32_t place = turn_.place();
+    mbarrier_wait(&m.stage_empty[place], turn_.parity() ^ 1);
+    mbarrier_arrive_expect(&m.stage_full[place], bytes);
+    return m.stages[place];
   }
-  __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.slot()]; }
+  __device__ __forceinline__ uint64_t* full(TileMemory& m) { return &m.stage_full[turn_.place()]; }
   // Math: waits until the stage is loaded.
   __device__ __forceinline__ uint32_t wait_full(TileMemory& m) {
-    mbarrier_wait(&m.stage_full[turn_.slot()], turn_.parity());
-    return shared_address(m.stages[turn_.slot()]);
+    mbarrier_wait(&m.stage_full[turn_.place()], turn_.parity());
+    return shared_address(m.stages[turn_.place()]);
   }
   // Math: what an epilogue has left in the stage is to be stored, which gives the stage back.
-  __device__ __forceinline__ uint64_t* chunk_full(TileMemory& m) { return &m.chunk_full[turn_.slot()]; }
-  __device__ __forceinline__ int32_t slot() const { return turn_.slot(); }
+  __device__ __forceinline__ uint64_t* chunk_full(TileMemory& m) { return &m.chunk_full[turn_.place()]; }
+  __device__ __forceinline__ int32_t place() const { return turn_.place(); }
   __device__ __forceinline__ void advance() { turn_.advance(); }
 
  private:
   Turn<kStages> turn_;
 };
 
-// One step: acc [64, 256] += left[group] [64, 64] @ right [64, 256]; unless `accumulate`, the sum begins anew.
+// One step: acc [64, 256] += left[warpgroup] [64, 64] @ right [64, 256]; unless `accumulate`, the sum begins anew.
 template <Layout layout>
-__device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage, int32_t group, bool accumulate) {
+__device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage, int32_t warpgroup, bool accumulate) {
   constexpr bool kLeftTransposed = layout == Layout::both_transposed;
   constexpr bool kRightTransposed = layout != Layout::activations_weights_k;
-  const uint32_t left_address = stage + group * kGroupBytes, right_address = stage + kRight;
+  const uint32_t left_address = stage + warpgroup * kWarpgroupBytes, right_address = stage + kRight;
   const uint64_t left = kLeftTransposed ? mn_major(left_address) : k_major(left_address);
   const uint64_t right = kRightTransposed ? mn_major(right_address) : k_major(right_address);
   wgmma_fence();
@@ -123,26 +123,26 @@ __device__ __forceinline__ void multiply_step(Accumulators& acc, uint32_t stage,
 
 // By one lane of each math warp: step `step` of a product is done with its stage. Of a product whose steps the pair
 // shares (else shared_steps is 0), the other CTA hears as well, if the stage is to take a later one of them.
-__device__ __forceinline__ void give_back(TileMemory& m, int32_t slot, int32_t step, int32_t shared_steps) {
-  mbarrier_arrive(&m.stage_empty[slot]);
-  if (step + kStages < shared_steps) mbarrier_arrive_cluster(cluster_address(&m.other_free[slot], cluster_rank() ^ 1));
+__device__ __forceinline__ void give_back(TileMemory& m, int32_t place, int32_t step, int32_t shared_steps) {
+  mbarrier_arrive(&m.stage_empty[place]);
+  if (step + kStages < shared_steps) mbarrier_arrive_cluster(cluster_address(&m.other_free[place], cluster_rank() ^ 1));
 }
 
 // acc = (accumulate ? acc : 0) + the product over `steps` steps. A step's stage is given back when the next one's
 // products are under way; meanwhile() runs beside the last one's.
 template <Layout layout, class Meanwhile>
-__device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, TileMemory& m, int32_t group,
+__device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, TileMemory& m, int32_t warpgroup,
                                          int32_t steps, int32_t shared_steps, Stages& stages,
                                          const Meanwhile& meanwhile) {
   const bool elected = arrives();
-  multiply_step<layout>(acc, stages.wait_full(m), group, accumulate);
-  int32_t previous = stages.slot();
+  multiply_step<layout>(acc, stages.wait_full(m), warpgroup, accumulate);
+  int32_t previous = stages.place();
   stages.advance();
   for (int32_t step = 1; step < steps; ++step) {
-    multiply_step<layout>(acc, stages.wait_full(m), group, true);
+    multiply_step<layout>(acc, stages.wait_full(m), warpgroup, true);
     wgmma_wait<1>();
     if (elected) give_back(m, previous, step - 1, shared_steps);
-    previous = stages.slot();
+    previous = stages.place();
     stages.advance();
   }
   meanwhile();
@@ -154,10 +154,10 @@ __device__ __forceinline__ void multiply(Accumulators& acc, bool accumulate, Til
 // whatever an epilogue keeps there for itself (hidden_grad.cuh). Keeps nothing but the phase's parity.
 class Staging {
  public:
-  __device__ __forceinline__ void acquire(TileMemory& m) { mbarrier_wait(&m.staging_empty[group()], parity_ ^ 1); }
+  __device__ __forceinline__ void acquire(TileMemory& m) { mbarrier_wait(&m.staging_empty[warpgroup()], parity_ ^ 1); }
   // Rows side by side, for stores row by row. Where this thread writes is found once for all columns.
   __device__ __forceinline__ static uint32_t row_address(TileMemory& m) {
-    return shared_address(m.staging[group()]) + matrix_row() * kStagingPitch + lane_index() / 16 * 16;
+    return shared_address(m.staging[warpgroup()]) + matrix_row() * kStagingPitch + lane_index() / 16 * 16;
   }
   // 16 columns, from 16 * i on, of 8 accumulators.
   __device__ __forceinline__ static void write_row(uint32_t address, int32_t i, const float* a) {
@@ -167,14 +167,14 @@ class Staging {
   // Boxes of 64 columns of bf16 (or 32 of f32) in the 128-byte swizzle, for tensor stores: the 16-byte piece p of a row
   // is at p xor (row mod 8).
   __device__ __forceinline__ static uint32_t box_address(TileMemory& m) {
-    return shared_address(m.staging[group()]) + matrix_row() * 128;
+    return shared_address(m.staging[warpgroup()]) + matrix_row() * 128;
   }
   __device__ __forceinline__ static void write_box(uint32_t address, int32_t i, const float* a) {
     const int32_t lane = lane_index(), piece = (i % 4 * 2 + lane / 16) ^ (lane % 8);
     write_matrices(address + i / 4 * kStagingBox + piece * 16, a);
   }
   __device__ __forceinline__ static uint32_t f32_box_address(TileMemory& m) {
-    return shared_address(m.staging[group()]) + (warp() * 16 + lane_index() / 4) * 128;
+    return shared_address(m.staging[warpgroup()]) + (warp() * 16 + lane_index() / 4) * 128;
   }
   // 8 columns, from 8 * i on, of 4 accumulators, unrounded.
   __device__ __forceinline__ static void write_f32_box(uint32_t address, int32_t i, const float* a) {
@@ -185,12 +185,12 @@ class Staging {
   }
   __device__ __forceinline__ void release(TileMemory& m) {
     fence_proxy_async_shared();
-    mbarrier_arrive(&m.staging_full[group()]);
+    mbarrier_arrive(&m.staging_full[warpgroup()]);
     parity_ ^= 1;
   }
 
  private:
-  __device__ __forceinline__ static int32_t group() { return thread_index() / 128; }
+  __device__ __forceinline__ static int32_t warpgroup() { return thread_index() / 128; }
   __device__ __forceinline__ static int32_t warp() { return thread_index() / 32 % 4; }
   // stmatrix: lane l names the row at which matrix l / 8 has its row l % 8; matrices 1 and 3 are 8 rows down.
   __device__ __forceinline__ static int32_t matrix_row() {
@@ -207,26 +207,26 @@ class Staging {
 // The store warp's side: the staging areas of both warpgroups, filled and emptied alike.
 class StoreSide {
  public:
-  __device__ __forceinline__ const uint8_t* acquire(TileMemory& m, int32_t group) {
-    mbarrier_wait(&m.staging_full[group], parity_);
-    return m.staging[group];
+  __device__ __forceinline__ const uint8_t* acquire(TileMemory& m, int32_t warpgroup) {
+    mbarrier_wait(&m.staging_full[warpgroup], parity_);
+    return m.staging[warpgroup];
   }
   // After this warp's bulk stores from the area have been issued.
-  __device__ __forceinline__ void release(TileMemory& m, int32_t group) {
+  __device__ __forceinline__ void release(TileMemory& m, int32_t warpgroup) {
     bulk_commit();
     bulk_wait_read<0>();
     __syncwarp();
-    if (arrives()) mbarrier_arrive(&m.staging_empty[group]);
+    if (arrives()) mbarrier_arrive(&m.staging_empty[warpgroup]);
   }
   __device__ __forceinline__ void advance() { parity_ ^= 1; }
 
   // Stages pass by the store warp, which sees only those that an epilogue leaves to it: stage n of the current task.
   // skip(n) leaves a task's n stages behind.
   __device__ __forceinline__ int32_t wait_chunk(TileMemory& m, int32_t n) {
-    const int32_t slot = (stage_ + n) % kStages;
-    mbarrier_wait(&m.chunk_full[slot], chunk_parities_ >> slot & 1);
-    chunk_parities_ ^= 1u << slot;
-    return slot;
+    const int32_t place = (stage_ + n) % kStages;
+    mbarrier_wait(&m.chunk_full[place], chunk_parities_ >> place & 1);
+    chunk_parities_ ^= 1u << place;
+    return place;
   }
   __device__ __forceinline__ void skip(int32_t n) { stage_ = (stage_ + n) % kStages; }
 

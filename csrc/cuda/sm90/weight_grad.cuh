@@ -118,13 +118,14 @@ class WeightGrad {
                                                 : &rank.wo_grad_64;
     const int32_t box_columns = rank.grads_in_f32 ? kBoxColumns / 2 : kBoxColumns;
     for (int32_t first = 0; first < kTileColumns; first += 4 * box_columns) {
-      for (int32_t group = 0; group < 2; ++group) {
-        const uint8_t* staged = side.acquire(s.tiles, group);
+      for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+        const uint8_t* staged = side.acquire(s.tiles, warpgroup);
         if (lane_index() < 4) {
           const int32_t column = tile.column + first + lane_index() * box_columns;
-          tensor_store_3d(map, staged + lane_index() * kStagingBox, column, tile.row + group * kGroupRows, t.expert);
+          tensor_store_3d(map, staged + lane_index() * kStagingBox, column, tile.row + warpgroup * kWarpgroupRows,
+                          t.expert);
         }
-        side.release(s.tiles, group);
+        side.release(s.tiles, warpgroup);
       }
       side.advance();
     }

@@ -15,7 +15,7 @@ using namespace sm90;
 using bf16 = __nv_bfloat16;
 
 constexpr int32_t kBoxWidth = kBoxColumns * 2;  // bytes
-constexpr int32_t kRows = 2 * kGroupRows, kMathThreads = 256, kThreads = 384;
+constexpr int32_t kRows = 2 * kWarpgroupRows, kMathThreads = 256, kThreads = 384;
 constexpr int32_t kTiles = 3;  // a run of the ring of stages and of the staging areas; all alike
 static_assert(kRows == kRowBlock && kTileColumns == 256);
 
@@ -25,7 +25,7 @@ struct Place {
 };
 Place place_of(int32_t thread, int32_t i) {
   const int32_t t = thread % 128;
-  return {thread / 128 * kGroupRows + 16 * (t / 32) + (t % 32) / 4 + (i % 4 >= 2 ? 8 : 0),
+  return {thread / 128 * kWarpgroupRows + 16 * (t / 32) + (t % 32) / 4 + (i % 4 >= 2 ? 8 : 0),
           8 * (i / 4) + 2 * (t % 4) + i % 2};
 }
 
@@ -103,13 +103,13 @@ __global__ void __launch_bounds__(kThreads, 1) multiply_tiles(const __grid_const
   } else if (warp == kMathWarps + 1) {
     StoreSide side;
     for (int32_t tile = 0; tile < kTiles; ++tile) {
-      for (int32_t group = 0; group < 2; ++group) {
-        const uint8_t* staged = side.acquire(m, group);
-        bf16* to = p.pushed + (tile * kRows + group * kGroupRows) * kTileColumns;
-        for (int32_t row = lane_index(); row < kGroupRows; row += 32) {
+      for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+        const uint8_t* staged = side.acquire(m, warpgroup);
+        bf16* to = p.pushed + (tile * kRows + warpgroup * kWarpgroupRows) * kTileColumns;
+        for (int32_t row = lane_index(); row < kWarpgroupRows; row += 32) {
           bulk_store(to + row * kTileColumns, staged + row * kStagingPitch, kTileColumns * 2);
         }
-        side.release(m, group);
+        side.release(m, warpgroup);
       }
       side.advance();
     }
@@ -276,13 +276,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (warp == kMathWarps) {
     StoreSide side;
     for (int32_t pass = 0; pass < kPasses; ++pass) {
-      for (int32_t group = 0; group < 2; ++group) {
-        const uint8_t* staged = side.acquire(m, group);
+      for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+        const uint8_t* staged = side.acquire(m, warpgroup);
         if (lane_index() < kBoxes) {
           const int32_t column = (pass * kBoxes + lane_index()) * kColumns;
-          tensor_store_3d(&map, staged + lane_index() * kStagingBox, column, group * kGroupRows, expert);
+          tensor_store_3d(&map, staged + lane_index() * kStagingBox, column, warpgroup * kWarpgroupRows, expert);
         }
-        side.release(m, group);
+        side.release(m, warpgroup);
       }
       side.advance();
     }
@@ -302,7 +302,7 @@ void check_boxes(int32_t expert, const Element& code) {
   Array<float> in(codes);
   Array<T> out(kExperts * kHeight * kWidth);
   const CUtensorMapDataType type = kF32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUtensorMap map = encoded(type, out.data(), {kWidth, kHeight, kExperts}, kBoxWidth, kGroupRows);
+  const CUtensorMap map = encoded(type, out.data(), {kWidth, kHeight, kExperts}, kBoxWidth, kWarpgroupRows);
   launch(stage_boxes<kF32>, 1, kThreads, sizeof(TileMemory), map, in.data(), expert);
   std::vector<T> expected(kExperts * kHeight * kWidth, unwritten<T>());
   for (int32_t i = 0; i < kHeight * kWidth; ++i) {
