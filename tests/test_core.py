@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifier import ask
+
+from support.verifier import ask
 
 ROW_BLOCK = 128
 PULLS_PER_BLOCK = 16

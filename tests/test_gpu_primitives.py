@@ -7,8 +7,9 @@ The tests themselves are in `csrc/cuda/test`, where they can be read beside what
 
 import re
 
-import cuda_programs
 import pytest
+
+from support import cuda_programs
 
 PROGRAMS = ("primitives", "pieces", "sm90_tile")
 TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong

@@ -3,18 +3,18 @@
 import dataclasses
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Case
-from runner import pad_tokens
-from test_core import ROW_BLOCK, clean, row_table
 
 import mok_jax
 from mok_jax import megakernel
 from mok_jax.config import MoKConfig
+from support import cases
+from support.cases import CASES, Case
+from support.runner import pad_tokens
+from test_core import ROW_BLOCK, clean, row_table
 
 pytestmark = pytest.mark.gpu
 

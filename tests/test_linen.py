@@ -11,13 +11,13 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_nnx import EXPERTS, HIDDEN, K, assert_same, make_full_layer, make_input
 
 from mok_jax import routing
 from mok_jax.layer import Settings
 from mok_jax.linen import STATE, Gate, MoE
 from mok_jax.nnx import MoE as NnxMoE
 from mok_jax.sharding import make_mesh
+from test_nnx import EXPERTS, HIDDEN, K, assert_same, make_full_layer, make_input
 
 LOGICAL = {
     "wi_0": P("exp", "embed", "mlp"),

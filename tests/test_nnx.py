@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from published_layers import expert, swiglu
-from test_routing import random_bias
 
 import mok_jax.layer
 from mok_jax import routing
 from mok_jax.layer import Weights
 from mok_jax.nnx import ExpertBias, MoE
 from mok_jax.sharding import make_mesh
+from support.compare import relative_l2
+from support.published_layers import expert, swiglu
+from test_routing import random_bias
 
 HIDDEN, EXPERTS, K = 16, 8, 2
 F32_TOLERANCE = 1e-5

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifier import ask
+
+from support.verifier import ask
 
 FORWARD, BACKWARD = 0, 1
 SAVES = (0, 1, 2)

@@ -1,6 +1,6 @@
 """Routing against NumPy: choice of experts, weights, losses, load, and what padding and NaN may not reach.
 
-Each published model's rule is in ``published_layers.py``, token by token, from the model's own code.
+Each published model's rule is in ``support/published_layers.py``, token by token, from the model's own code.
 """
 
 import functools
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_layers import MODELS
 
 from mok_jax import routing
 from mok_jax.zoo import LAYERS
+from support.published_layers import MODELS
 
 TOKENS, EXPERTS, K = 33, 12, 3
 

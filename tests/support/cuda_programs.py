@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 
-CSRC = pathlib.Path(__file__).parents[1] / "csrc"
+CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 ARCHITECTURE = ("-gencode", "arch=compute_90a,code=sm_90a")
 NEXT_ARCHITECTURE = ("-gencode", "arch=compute_100f,code=sm_100f")
 HOST = [f"cuda/runtime/{name}.cc" for name in ("arguments", "device", "launch", "report", "tensor_map")]
