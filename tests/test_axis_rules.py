@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from mok_jax import linen
 from mok_jax import nnx as mok_nnx
 from mok_jax.layer import Settings
-from test_nnx import EXPERTS, HIDDEN, K, assert_same, make_input
+from support.layers import EXPERTS, HIDDEN, K, assert_same, make_input
 
 AXES = ("data", "expert", "tensor")
 ARGUMENTS = {

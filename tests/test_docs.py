@@ -220,6 +220,13 @@ def test_hooks():
     assert hooks.count("- id:") == len(made.splitlines())
 
 
+def test_no_test_file_imports_another():
+    """What they share is in tests/support, as CONTRIBUTING.md says."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
+        assert set(imported) <= {path.stem}, path.name  # itself, in another process
+
+
 # ---- Tables, pictures, paths.
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import cuda_programs
+from support.task_programs import RACK_SIZE, SAVES, SKEWS, directions, programs, routing
 from support.verifier import flat
-from test_program import RACK_SIZE, SAVES, SKEWS, directions, programs, routing
 
 pytestmark = pytest.mark.gpu
 

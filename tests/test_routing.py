@@ -12,6 +12,7 @@ import pytest
 
 from mok_jax import routing
 from mok_jax.zoo import LAYERS
+from support.layers import random_bias
 from support.published_layers import MODELS
 
 TOKENS, EXPERTS, K = 33, 12, 3
@@ -26,10 +27,6 @@ def random_logits(seed=0, shape=(TOKENS, EXPERTS)):
 
 def random_mask(seed=1):
     return np.random.default_rng(seed).random(TOKENS) < 0.7
-
-
-def random_bias(num_experts, seed=5):
-    return np.random.default_rng(seed).normal(scale=0.2, size=num_experts).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", LAYERS)
