@@ -43,7 +43,7 @@ gpu-test: build/gpu/.built
 	JAX_PLATFORMS=cuda,cpu python3 -m pytest -m gpu $(ARGS)
 
 gpu-sanitize: build/gpu/.built
-	python3 tests/sanitize_gpu.py memcheck racecheck $(ARGS)
+	cd tests && python3 -m support.sanitize_gpu memcheck racecheck $(ARGS)
 
 gpu-bench: build/gpu/.built
 	python3 -m benchmarks.layer --keep-going $(ARGS)

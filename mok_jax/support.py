@@ -89,7 +89,7 @@ def _why_not_on(place: Place) -> Exception | None:
     if place.compute_capability is not None and place.compute_capability not in native.architectures():
         known = ", ".join(f"{capability} ({name})" for capability, name in native.architectures().items())
         return NotImplementedError(
-            f'no kernel for compute capability {place.compute_capability} yet, only for {known}; use '
+            f"no kernel for compute capability {place.compute_capability} yet, only for {known}; use "
             'implementation="xla"'
         )
     return None

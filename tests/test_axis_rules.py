@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_nnx import EXPERTS, HIDDEN, K, assert_same, make_input
 
 from mok_jax import linen
 from mok_jax import nnx as mok_nnx
 from mok_jax.layer import Settings
+from support.layers import EXPERTS, HIDDEN, K, assert_same, make_input
 
 AXES = ("data", "expert", "tensor")
 ARGUMENTS = {

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import nnx
 
 from mok_jax.nnx import MoE
 from mok_jax.sharding import make_mesh
+from support.compare import relative_l2
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, K = 21, 16, 24, 6, 2
 EACH = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")

@@ -7,7 +7,6 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import mok_jax
 from mok_jax import linen
 from mok_jax.nnx import MoE
+from support.compare import relative_l2
 
 LAYER = {
     "hidden_size": 32,

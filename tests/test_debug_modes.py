@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -20,6 +19,7 @@ import mok_jax
 from mok_jax import linen
 from mok_jax.nnx import MoE
 from mok_jax.sharding import make_mesh
+from support.compare import relative_l2
 
 MODES = {
     "debug_nans": lambda: jax.debug_nans(True),

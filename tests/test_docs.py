@@ -17,15 +17,14 @@ import sys
 import tomllib
 from collections.abc import Callable
 
-import documents
 import pytest
-import worked_example
-from documents import DOCUMENTS, ROOT
-from processes import cpu_environment
 
 from benchmarks import layer, picture
 from models import train
 from mok_jax.__main__ import main as mok_jax_main
+from support import documents, worked_example
+from support.documents import DOCUMENTS, ROOT
+from support.processes import cpu_environment
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -195,7 +194,7 @@ COMMANDS: list[tuple[str, str, Callable[..., None]]] = [
     ("python -m models.flax_moe", "takes a minute; tests/test_flax_example.py", lambda *options: None),
     ("python -m benchmarks.layer", "takes minutes; tests/test_benchmarks.py", lambda: None),
     ("python -m benchmarks.picture", "test_speed compares what it writes", lambda: None),
-    ("python tests/worked_example.py", "test_worked_example compares what it writes", lambda: None),
+    ("python -m support.worked_example", "test_worked_example compares what it writes", lambda: None),
 ]
 SHOWN = [(path, command) for path in DOCUMENTS for command in documents.commands(path)]
 
@@ -219,6 +218,13 @@ def test_hooks():
     for name, call in [*tools, ("clang-format", "clang-format --dry-run --Werror")]:
         assert call in made and f"name: {name}\n" in hooks and call in hooks
     assert hooks.count("- id:") == len(made.splitlines())
+
+
+def test_no_test_file_imports_another():
+    """What they share is in tests/support, as CONTRIBUTING.md says."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        imported = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
+        assert set(imported) <= {path.stem}, path.name  # itself, in another process
 
 
 # ---- Tables, pictures, paths.
@@ -247,7 +253,7 @@ def test_worked_example():
     text = rendered = worked_example.DOCUMENT.read_text()
     for name, table in worked_example.tables().items():
         rendered = picture.replace_between(rendered, name, table)
-    assert text == rendered, "python tests/worked_example.py"
+    assert text == rendered, "python -m support.worked_example, in tests"
 
 
 def test_worked_example_is_proven():

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from compare import relative_l2
 from flax import linen as nn
 
 from models import flax_moe, flax_moe_with_mok_jax, losses
+from support.compare import relative_l2
 
 EXAMPLES = flax_moe, flax_moe_with_mok_jax
 CHANGED_LINES = 20  # fewer, added and removed together

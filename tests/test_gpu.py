@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import virtual_ranks
-from cases import CASES, Case, by_name, make, one_expert, uniform, zipf
-from compare import assert_close, assert_dtypes, assert_harm_stays, differences, relative_l2
-from oracle import Outputs, forward_backward, stats
 
 import mok_jax
 from mok_jax.config import SAVE_POLICIES, MoKConfig
+from support import virtual_ranks
+from support.cases import CASES, Case, by_name, make, one_expert, uniform, zipf
+from support.compare import assert_close, assert_dtypes, assert_harm_stays, differences, relative_l2
+from support.oracle import Outputs, forward_backward, stats
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,9 @@ The tests themselves are in `csrc/cuda/test` and in the `test` of each architect
 
 import re
 
-import cuda_programs
 import pytest
+
+from support import cuda_programs
 
 PROGRAMS = ("primitives", "copy_ring", "tile")
 TIMEOUT_S = 60  # a kernel that never ends is among what may be wrong

@@ -1,20 +1,20 @@
-"""The row table that the GPU builds in parallel, and its counts, against the definition in `test_core`, bit for bit."""
+"""The row table that the GPU builds in parallel, and its counts, against their definition, bit for bit."""
 
 import dataclasses
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Case
-from runner import pad_tokens
-from test_core import ROW_BLOCK, clean, row_table
 
 import mok_jax
 from mok_jax import megakernel
 from mok_jax.config import MoKConfig
+from support import cases
+from support.cases import CASES, Case
+from support.row_table import ROW_BLOCK, clean, row_table
+from support.runner import pad_tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -2,9 +2,10 @@
 
 import re
 
-import cuda_programs
 import pytest
-from sanitize_gpu import TOOLS, arguments, sanitize
+
+from support import cuda_programs
+from support.sanitize_gpu import TOOLS, arguments, sanitize
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,14 @@ The cases are those by which `test_program` proves the host's lists free of dead
 
 import collections
 
-import cuda_programs
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_program import RACK_SIZE, SAVES, SKEWS, directions, programs, routing
-from verifier import flat
+
+from support import cuda_programs
+from support.task_programs import RACK_SIZE, SAVES, SKEWS, directions, programs, routing
+from support.verifier import flat
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from processes import run_python
 
 import mok_jax
 from mok_jax import native
+from support.processes import run_python
 
 PACKAGE = Path(mok_jax.__file__).parent
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import runner as shard_map_runner
-import virtual_ranks
-from cases import Case, bad_ids, make, uniform, zipf
-from compare import count_differences, differences
-from oracle import Outputs
 
 from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import SAVE_POLICIES, MoKConfig
+from support import runner as shard_map_runner
+from support import virtual_ranks
+from support.cases import Case, bad_ids, make, uniform, zipf
+from support.compare import count_differences, differences
+from support.oracle import Outputs
 
 
 class Runner(NamedTuple):

@@ -1,6 +1,5 @@
 """The Linen layer: it is the NNX layer to the bit, and lives with what Linen has: boxes, collections, scan, remat."""
 
-import dataclasses
 import inspect
 
 import jax
@@ -11,13 +10,13 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_nnx import EXPERTS, HIDDEN, K, assert_same, make_full_layer, make_input
 
 from mok_jax import routing
 from mok_jax.layer import Settings
 from mok_jax.linen import STATE, Gate, MoE
 from mok_jax.nnx import MoE as NnxMoE
 from mok_jax.sharding import make_mesh
+from support.layers import EXPERTS, HIDDEN, K, assert_same, make_full_layer, make_input, twin
 
 LOGICAL = {
     "wi_0": P("exp", "embed", "mlp"),
@@ -35,14 +34,6 @@ def mesh():
 def make_layer(mesh=None, **changes):
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": K}
     return MoE(**(sizes | {"implementation": "megakernel"} | changes), mesh=mesh)
-
-
-def twin(layer):
-    """The Linen layer of an NNX layer, and its variables."""
-    state = nnx.to_pure_dict(nnx.state(layer))
-    collections = {STATE: {"expert_bias": state.pop("expert_bias")}} if "expert_bias" in state else {}
-    fields = {field.name: getattr(layer.settings, field.name) for field in dataclasses.fields(Settings)}
-    return MoE(**fields), {"params": state} | collections
 
 
 def test_same_arguments_as_nnx():

@@ -6,68 +6,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from published_layers import expert, swiglu
-from test_routing import random_bias
 
 import mok_jax.layer
 from mok_jax import routing
 from mok_jax.layer import Weights
-from mok_jax.nnx import ExpertBias, MoE
+from mok_jax.nnx import ExpertBias
 from mok_jax.sharding import make_mesh
-
-HIDDEN, EXPERTS, K = 16, 8, 2
-F32_TOLERANCE = 1e-5
+from support.compare import relative_l2
+from support.layers import (
+    EXPERTS,
+    F32_TOLERANCE,
+    HIDDEN,
+    K,
+    assert_same,
+    make_full_layer,
+    make_input,
+    make_layer,
+    random_bias,
+)
+from support.published_layers import expert, swiglu
 
 
 @pytest.fixture
 def mesh():
     return make_mesh(expert_parallelism=4, devices=jax.devices("cpu")[:8])
-
-
-def make_layer(mesh=None, **changes):
-    arguments = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 24,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": K,
-        "aux_loss_coeff": 0.3,
-        "z_loss_coeff": 0.2,
-        "implementation": "reference",
-    }
-    return MoE(**(arguments | changes), mesh=mesh, rngs=nnx.Rngs(0))
-
-
-def make_input(*leading, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(*leading, HIDDEN)).astype(np.float32))
-
-
-def make_full_layer(mesh=None, **changes):
-    """A layer with everything that a router or shared experts can have, and biases that matter."""
-    layer = make_layer(
-        mesh,
-        **{
-            "score_function": "sigmoid",
-            "num_groups": 4,
-            "group_topk": 2,
-            "routed_scaling_factor": 2.5,
-            "router_bias": True,
-            "expert_bias": True,
-            "expert_bias_update_rate": 0.25,
-            "seq_aux": True,
-            "num_shared_experts": 2,
-            "shared_intermediate_size": 12,
-            "shared_expert_gate": True,
-            "shared_activation_limit": 0.5,
-        }
-        | changes,
-    )
-    layer.expert_bias[...] = jnp.asarray(random_bias(layer.settings.num_experts))
-    layer.gate.bias[...] = jnp.asarray(random_bias(layer.settings.num_experts, seed=6), layer.gate.bias.dtype)
-    return layer
 
 
 @nnx.jit
@@ -86,12 +51,6 @@ def value_and_gradients(layer, x, mask, expert_ids=None):
 
     (value, out), gradients = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
     return value, out, gradients
-
-
-def assert_same(got, want):
-    for got_leaf, want_leaf in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert got_leaf.shape == want_leaf.shape and got_leaf.dtype == want_leaf.dtype
-        assert relative_l2(got_leaf, want_leaf) < F32_TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "megakernel"])

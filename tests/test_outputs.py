@@ -8,13 +8,13 @@ import itertools
 
 import numpy as np
 import pytest
-from cases import CASES, by_name, make
-from compare import assert_close, assert_dtypes
-from oracle import forward_backward, stats
-from runner import run, run_stats
 
 from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import SAVE_POLICIES, MoKConfig
+from support.cases import CASES, by_name, make
+from support.compare import assert_close, assert_dtypes
+from support.oracle import forward_backward, stats
+from support.runner import run, run_stats
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
 IMPLEMENTATIONS = ("megakernel", "xla", "reference")

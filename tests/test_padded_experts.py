@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runner
-from cases import Case, make, zipf
-from compare import differences
 from flax import nnx
 
 from mok_jax.nnx import MoE
 from mok_jax.sharding import LARGEST_DOMAIN, make_mesh, pad_experts
+from support import runner
+from support.cases import Case, make, zipf
+from support.compare import differences
 
 EXPERTS, HIDDEN, K = 80, 24, 3
 CASE = Case("padded", 200, K, EXPERTS, HIDDEN, 40, zipf)

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, by_name, make, uniform
-from compare import assert_close, assert_harm_stays, differences, relative_l2
-from oracle import Outputs, forward_backward
-from processes import run_python
-from runner import run
 
 import mok_jax
 from mok_jax import routing
 from mok_jax.config import SAVE_POLICIES, MoKConfig
+from support.cases import Case, by_name, make, uniform
+from support.compare import assert_close, assert_harm_stays, differences, relative_l2
+from support.oracle import Outputs, forward_backward
+from support.processes import run_python
+from support.runner import run
 
 IMPLEMENTATIONS = ("megakernel", "xla", "reference")
 TOLERANCE = 1e-5
@@ -267,8 +267,8 @@ def test_dirty_memory_and_a_fresh_process(tmp_path):
     run(inputs._replace(x=np.full_like(inputs.x, np.nan)), EP, implementation="megakernel")
     here = run(inputs, EP, implementation="megakernel")
     run_python(f"""
-from cases import by_name, make
-from runner import run
+from support.cases import by_name, make
+from support.runner import run
 np.savez({str(tmp_path / "results.npz")!r}, *run(make(by_name("zipf"), "float32"), {EP}, implementation="megakernel"))
 """)
     there = Outputs(*np.load(tmp_path / "results.npz").values())

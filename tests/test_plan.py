@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from processes import run_python
 
 import mok_jax
 from mok_jax import native, plan, xla_bytes
@@ -20,6 +19,7 @@ from mok_jax.config import SAVE_POLICIES
 from mok_jax.plan import GIB, Request, make_plan
 from mok_jax.sharding import make_mesh
 from mok_jax.zoo import LAYERS
+from support.processes import run_python
 
 
 def run_main(line):

@@ -6,13 +6,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import nnx
-from published_layers import EXPERTS, HIDDEN, INTERMEDIATE, MODELS, SHARED_WIDTH, layer, random_weights, swiglu
 
 from mok_jax.layer import Settings
 from mok_jax.nnx import MoE
 from mok_jax.zoo import LAYERS
+from support.compare import relative_l2
+from support.published_layers import EXPERTS, HIDDEN, INTERMEDIATE, MODELS, SHARED_WIDTH, layer, random_weights, swiglu
 
 TOKENS = 24
 SMALL = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_experts": EXPERTS}

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, make, uniform
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import LIMIT_S, PREAMBLE, free_port, start_python
 
 import mok_jax
 from mok_jax import api, native
 from mok_jax.config import MoKConfig
 from mok_jax.nnx import MoE
 from mok_jax.support import Place, place_of_program, why_not
+from support.cases import Case, make, uniform
+from support.processes import LIMIT_S, PREAMBLE, free_port, start_python
 
 T, K, E, H, I = 16, 2, 8, 16, 24  # noqa: E741
 INPUTS = make(Case("refusals", T, K, E, H, I, uniform), "float32")
@@ -524,7 +524,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 jax.distributed.initialize("127.0.0.1:PORT", num_processes=2, process_id=int(sys.argv[1]))
 import mok_jax
-from compare import relative_l2
+from support.compare import relative_l2
 from test_refusals import INPUTS
 
 def run(devices, **options):

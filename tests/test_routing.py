@@ -1,6 +1,6 @@
 """Routing against NumPy: choice of experts, weights, losses, load, and what padding and NaN may not reach.
 
-Each published model's rule is in ``published_layers.py``, token by token, from the model's own code.
+Each published model's rule is in ``support/published_layers.py``, token by token, from the model's own code.
 """
 
 import functools
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_layers import MODELS
 
 from mok_jax import routing
 from mok_jax.zoo import LAYERS
+from support.layers import random_bias
+from support.published_layers import MODELS
 
 TOKENS, EXPERTS, K = 33, 12, 3
 
@@ -26,10 +27,6 @@ def random_logits(seed=0, shape=(TOKENS, EXPERTS)):
 
 def random_mask(seed=1):
     return np.random.default_rng(seed).random(TOKENS) < 0.7
-
-
-def random_bias(num_experts, seed=5):
-    return np.random.default_rng(seed).normal(scale=0.2, size=num_experts).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -7,7 +7,8 @@ import platform
 import subprocess
 
 import pytest
-from verifier import finish_compiling, start_compiling
+
+from support.verifier import finish_compiling, start_compiling
 
 SOURCES = ("verify/stress.cc", *(f"host/{name}.cc" for name in ("executor", "group", "matmul", "tiles", "workers")))
 SANITIZERS = {

@@ -9,12 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_linen import twin
-from test_nnx import assert_same, make_full_layer, make_input
 
 import mok_jax
 from mok_jax.layer import compute
 from mok_jax.sharding import make_mesh
+from support.layers import assert_same, make_full_layer, make_input, twin
 
 TOKENS = 8, 8
 EVERYTHING = P(("data", "expert", "tensor"))

@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from processes import cpu_environment
 from rich.console import Console
 
 from models import data, train
 from models.config import ModelConfig
 from models.interrupt import GRACE_S
 from models.metrics import read_metrics
+from support.processes import cpu_environment
 
 ROOT = Path(__file__).parents[1]
 TEXT = b"".join(b"def f%d(x):\n    return x + %d\n\n\n" % (n, n * n) for n in range(500))

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import relative_l2
 from flax import nnx
 
 from models.config import ModelConfig
 from models.train import compile_train_step, make_optimizer, make_state, parameters_sha256
 from models.transformer import Transformer, batch_sharding
 from mok_jax.sharding import make_mesh
+from support.compare import relative_l2
 
 LAYERS, STEPS = 2, 4
 EXPERT_PARALLELISM = 4

@@ -13,16 +13,16 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, make, uniform
-from compare import assert_close, relative_l2
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import Outputs, forward_backward
-from processes import CPU_DEVICES, free_port, run_python
-from runner import run
 
 import mok_jax
 from mok_jax.config import SAVE_POLICIES, MoKConfig
+from support.cases import Case, make, uniform
+from support.compare import assert_close, relative_l2
+from support.oracle import Outputs, forward_backward
+from support.processes import CPU_DEVICES, free_port, run_python
+from support.runner import run
 
 CASE = Case("contract", 16, 2, 8, 16, 24, uniform)
 TOLERANCE = 1e-5

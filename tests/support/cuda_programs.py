@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 
-CSRC = pathlib.Path(__file__).parents[1] / "csrc"
+CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 # Of the architectures that have kernels: folder, and what nvcc calls it. And what shared code is compiled for besides.
 _TABLE = (CSRC / "cuda" / "architectures.h").read_text()
 ARCHITECTURES = dict(re.findall(r"^ *ROW\(.*, (\w+), (\w+)\)", _TABLE, re.MULTILINE))

@@ -1,7 +1,7 @@
 """Runs small steps of the GPU kernels, forward and backward, under compute-sanitizer, and says what it found.
 
-``python tests/sanitize_gpu.py [memcheck racecheck synccheck ...]``; ends with 1 if a step itself went wrong or a tool
-found anything.
+``python -m support.sanitize_gpu [memcheck racecheck synccheck ...]`` in ``tests``; ends with 1 if a step itself went
+wrong or a tool found anything.
 """
 
 import collections
@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 
-import cuda_programs
+from support import cuda_programs
 
 # By tool, how the program is built for it. racecheck follows barriers only where every lane arrives (sm90/tile.cuh).
 TOOLS = {"memcheck": (), "racecheck": ("-DMOK_EVERY_LANE_ARRIVES",)}

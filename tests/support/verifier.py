@@ -10,7 +10,7 @@ import pathlib
 import subprocess
 import tempfile
 
-CSRC = pathlib.Path(__file__).parents[1] / "csrc"
+CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 COMPILER = os.environ.get("CXX", "c++")
 
 

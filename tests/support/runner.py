@@ -9,10 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Inputs
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from oracle import Outputs
+
+from support.cases import Inputs
+from support.oracle import Outputs
 
 
 def run(

@@ -10,12 +10,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import Outputs
-from runner import pad_tokens
 
 from mok_jax import megakernel
 from mok_jax.config import MoKConfig
 from mok_jax.stats import MoEStats
+from support.oracle import Outputs
+from support.runner import pad_tokens
 
 
 def run(inputs, ep, config=None, activation_limit=None) -> Outputs:

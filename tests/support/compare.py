@@ -1,7 +1,8 @@
 """How far two results are apart: from the oracle by relative L2, from another run by bits."""
 
 import numpy as np
-from oracle import Outputs, forward_backward
+
+from support.oracle import Outputs, forward_backward
 
 
 def relative_l2(actual, expected) -> float:

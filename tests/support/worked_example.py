@@ -1,13 +1,14 @@
-"""The tables of the worked example in docs/algorithm.md, as csrc/moe has them: `python tests/worked_example.py`.
+"""The tables of the worked example in docs/algorithm.md, as csrc/moe has them.
 
-`csrc/verify` is asked for the row tables and the task lists of one small call; a test compares them with the text.
+`python -m support.worked_example`, in `tests`, writes them into the document, and a test compares them with it.
+`csrc/verify` is asked for the row tables and the task lists of one small call.
 """
 
 import itertools
 import sys
 
-from documents import ROOT
-from verifier import ask
+from support.documents import ROOT
+from support.verifier import ask
 
 DOCUMENT = ROOT / "docs" / "algorithm.md"
 

@@ -15,7 +15,7 @@ import sys
 import jax
 import numpy as np
 jax.config.update("jax_num_cpu_devices", {CPU_DEVICES})
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 """
 
 
