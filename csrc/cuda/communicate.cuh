@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8
 __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
                                      Range rows, const bf16* mine, int64_t source_offset, bf16* ring,
                                      CopyRing& copies) {
-  const int64_t h = rank.shape.hidden;
+  const int64_t h = rank.shape.hidden_size;
   const int32_t real = smaller(rows.size(), larger(0, plan.real_rows(t.expert, t.block) - rows.begin));
   const RowSource* table = rank.row_table + t.block * kRowBlock + rows.begin;
   bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + rows.begin) * h;

@@ -46,11 +46,11 @@ __device__ __forceinline__ bool wait_for_task(const R& rank, const CounterMap& m
   for (int32_t i = 0; i < task.wait_count; ++i) {
     const Wait wait = task.waits[i];
     const ArenaHeader& arena = rank.arena_header(rank.shape.rank);
-    const int32_t group = wait.counter - map.arrived(0);
+    const int32_t band = wait.counter - map.arrived(0);
     const bool ready =
         wait_until(rank, rank.timeout_ns, FailureCode::timeout, static_cast<int32_t>(task.kind), wait.counter, [&] {
-          if (group < 0) return load_acquire_gpu(counters + wait.counter) >= wait.target;
-          return load_acquire_sys(&arena.arrived[group]) - arena.arrived_before[group] >= wait.target;
+          if (band < 0) return load_acquire_gpu(counters + wait.counter) >= wait.target;
+          return load_acquire_sys(&arena.arrived[band]) - arena.arrived_before[band] >= wait.target;
         });
     if (!ready) return false;
   }

@@ -49,14 +49,14 @@ struct SlotBlock {
   int64_t h, first_slot;
   int32_t tokens, top_k, width;
 
-  // A group of columns, counted in tiles; expert ids are those of this call.
-  __device__ __forceinline__ void look_up(const Rank& rank, int64_t call, const Task& t, const ColumnGroups& groups,
+  // A band of columns, counted in tiles; expert ids are those of this call.
+  __device__ __forceinline__ void look_up(const Rank& rank, int64_t call, const Task& t, const ColumnBands& bands,
                                           int32_t tile_columns) {
     const Shape& s = rank.shape;
     const DeviceArena arena(s);
-    const Range columns = groups.of(t.part);
+    const Range columns = bands.of(t.part);
     const int64_t first_token = t.block * kReduceTokens, first = columns.begin * tile_columns;
-    h = s.hidden;
+    h = s.hidden_size;
     top_k = static_cast<int32_t>(s.top_k);
     first_slot = first_token * top_k;
     tokens = static_cast<int32_t>(smaller(kReduceTokens, s.tokens - first_token));
@@ -208,8 +208,8 @@ __device__ __forceinline__ void run_reduce(const R& rank, int64_t call, const Ta
                                            CopyRing& copies) {
   constexpr bool kForward = R::kDirection == Direction::forward;
   const TileCounts& tiles = rank.tiles;
-  const ColumnGroups groups = kForward ? down_groups(tiles) : row_grad_groups(tiles);
-  if (lane_index() == 0) block.look_up(rank, call, t, groups, R::kTileColumns);
+  const ColumnBands bands = kForward ? down_bands(tiles) : row_grad_bands(tiles);
+  if (lane_index() == 0) block.look_up(rank, call, t, bands, R::kTileColumns);
   __syncwarp();
   reduce_tokens<kForward>(block, copies);
   if constexpr (!kForward) {

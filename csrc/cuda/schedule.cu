@@ -46,7 +46,7 @@ __device__ void stage(const Block& b, const bf16* from, int64_t offset) {
   const Shape& s = b.rank.shape;
   const uint4* source = reinterpret_cast<const uint4*>(from);
   uint4* to = b.rank.in_arena<uint4>(s.rank, b.arena.at(offset));
-  const int64_t step = int64_t{b.count} * kThreads, count = s.tokens * s.hidden / 8;
+  const int64_t step = int64_t{b.count} * kThreads, count = s.tokens * s.hidden_size / 8;
 #pragma unroll 4
   for (int64_t i = int64_t{b.index} * kThreads + threadIdx.x; i < count; i += step) to[i] = __ldcs(source + i);
 }

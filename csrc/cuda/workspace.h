@@ -31,8 +31,8 @@ struct Failure {
 struct ArenaHeader {
   int64_t call;    // calls that this rank has finished
   int64_t cycles;  // of all CTAs of the layer kernel, in all calls
-  // By group of columns: rows that have come back, in all calls, to which peers add; and when the current call began.
-  int64_t arrived[kColumnGroups], arrived_before[kColumnGroups];
+  // By band of columns: rows that have come back, in all calls, to which peers add; and when the current call began.
+  int64_t arrived[kColumnBands], arrived_before[kColumnBands];
   int64_t entered[kMaxRanks];  // by peer: the last call that it has begun
   Failure failure;             // sticky
 };
@@ -87,7 +87,7 @@ struct WorkspaceLayout {
     bytes = 0;
     take(sizeof(WorkspaceHeader));
     const int64_t pieces = max_macrobatches(s) + s.local_experts;
-    counters = take(4 * (kBlockFamilies * (max_rows(s) / kRowBlock) + kPieceFamilies * pieces + kColumnGroups));
+    counters = take(4 * (kBlockFamilies * (max_rows(s) / kRowBlock) + kPieceFamilies * pieces + kColumnBands));
     zeroed = bytes;
     schedule = take(sizeof(Schedule));
     expert_block = take(4 * (s.local_experts + 1));

@@ -25,8 +25,8 @@ inline Shape shape_of(const Reader& reader, const Attributes& a, int64_t tokens,
           .rank = 0,
           .tokens = tokens / here,
           .top_k = top_k,
-          .hidden = hidden,
-          .intermediate = intermediate,
+          .hidden_size = hidden,
+          .intermediate_size = intermediate,
           .local_experts = experts / here,
           .ring_rows = a.ring_rows,
           .minibatch_rows = kRowBlock};
@@ -64,10 +64,10 @@ struct Sizes {
     saved_rows = save == Save::pre_activations_and_rows ? ring : 0;
     pulled = overflow || saved_rows == 0 ? ring : 0;
     replayed = overflow || saved_pre_activations == 0 ? ring : 0;
-    straddle = overflow ? ranks * straddle_elements(s.hidden, s.intermediate) : 0;
+    straddle = overflow ? ranks * straddle_elements(s.hidden_size, s.intermediate_size) : 0;
     workspace = ranks * cuda::WorkspaceLayout(s).bytes;
-    gate_and_up = pre_activation_width(s.intermediate);
-    router_parts = router_parts_width(s.intermediate);
+    gate_and_up = pre_activation_width(s.intermediate_size);
+    router_parts = router_parts_width(s.intermediate_size);
   }
 };
 

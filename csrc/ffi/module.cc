@@ -29,8 +29,8 @@ mok::Shape shape(int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_exp
           .rank = 0,
           .tokens = tokens,
           .top_k = top_k,
-          .hidden = 0,
-          .intermediate = 0,
+          .hidden_size = 0,
+          .intermediate_size = 0,
           .local_experts = local_experts,
           .ring_rows = ring_rows,
           .minibatch_rows = mok::kRowBlock};
@@ -125,7 +125,7 @@ NB_MODULE(_native, m) {
       "arena_bytes",
       [](int64_t tokens, int64_t top_k, int64_t hidden) {
         mok::Shape s = shape(1, tokens, top_k, 1, 0);
-        s.hidden = hidden;
+        s.hidden_size = hidden;
         return mok::cuda::allocated_arena_bytes(s);
       },
       nb::kw_only(), nb::arg("tokens"), nb::arg("top_k"), nb::arg("hidden"),

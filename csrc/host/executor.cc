@@ -34,8 +34,8 @@ TokenIds clean_ids(const Shape& shape, const int32_t* ids) {
 template <class T>
 void fill_arena(const Shape& s, const Inputs<T>& inputs, const TokenIds& tokens, std::byte* arena) {
   const ArenaLayout layout(s, sizeof(T));
-  std::memcpy(arena + layout.x, inputs.x, s.tokens * s.hidden * sizeof(T));
-  if (inputs.dy) std::memcpy(arena + layout.dy, inputs.dy, s.tokens * s.hidden * sizeof(T));
+  std::memcpy(arena + layout.x, inputs.x, s.tokens * s.hidden_size * sizeof(T));
+  if (inputs.dy) std::memcpy(arena + layout.dy, inputs.dy, s.tokens * s.hidden_size * sizeof(T));
   std::memcpy(arena + layout.weights, inputs.expert_weights, s.slots() * sizeof(float));
   std::memcpy(arena + layout.expert_ids, tokens.clean.data(), s.slots() * sizeof(int32_t));
 }

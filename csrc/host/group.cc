@@ -56,8 +56,8 @@ bool GroupCall::enter(int64_t rank, double seconds) {
   return wait(rank, seconds, [&] { return entered_.load() == ranks; });
 }
 
-void GroupCall::add_arrived(int64_t rank, int32_t group, int32_t rows) {
-  ports_[rank].arrived[group] += rows;
+void GroupCall::add_arrived(int64_t rank, int32_t band, int32_t rows) {
+  ports_[rank].arrived[band] += rows;
   wake(rank);
 }
 

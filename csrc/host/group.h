@@ -44,8 +44,8 @@ class GroupCall {
   bool enter(int64_t rank, double seconds);
 
   // A peer, or the rank itself, has returned some of the rank's rows.
-  void add_arrived(int64_t rank, int32_t group, int32_t rows);
-  int32_t arrived(int64_t rank, int32_t group) const { return ports_[rank].arrived[group].load(); }
+  void add_arrived(int64_t rank, int32_t band, int32_t rows);
+  int32_t arrived(int64_t rank, int32_t band) const { return ports_[rank].arrived[band].load(); }
 
   // Blocks a worker of `rank` until ready(); false: out of time, or cancelled. ready() may only depend on sequentially
   // consistent atomics whose writers call wake(rank) afterwards.
@@ -72,7 +72,7 @@ class GroupCall {
   friend class Groups;
 
   struct Port {
-    std::atomic<int32_t> arrived[kColumnGroups]{};
+    std::atomic<int32_t> arrived[kColumnBands]{};
     std::atomic<int32_t> sleepers{0};
     std::mutex mutex;
     std::condition_variable changed;

@@ -28,10 +28,10 @@ struct WeightGradTile {
 };
 
 WeightGradTile weight_grad_tile(const Shape& s, int64_t part) {
-  const int64_t size = s.hidden * s.intermediate;
+  const int64_t size = s.hidden_size * s.intermediate_size;
   for (auto matrix : {WeightGradTile::kWi0, WeightGradTile::kWi1, WeightGradTile::kWo}) {
-    const int64_t height = matrix == WeightGradTile::kWo ? s.intermediate : s.hidden;
-    const int64_t width = matrix == WeightGradTile::kWo ? s.hidden : s.intermediate;
+    const int64_t height = matrix == WeightGradTile::kWo ? s.intermediate_size : s.hidden_size;
+    const int64_t width = matrix == WeightGradTile::kWo ? s.hidden_size : s.intermediate_size;
     const int64_t across = ceil_div(width, kTileColumns), tiles = across * ceil_div(height, kWeightGradRows);
     if (part < tiles || matrix == WeightGradTile::kWo) {
       const int64_t row = part / across * kWeightGradRows, column = part % across * kTileColumns;
@@ -84,19 +84,19 @@ void Tiles<T>::run(const Task& task) {
 
 template <class T>
 const T* Tiles<T>::rows_of(int32_t m, int32_t block) const {
-  return (m == 0 && buffers_.saved_rows ? buffers_.saved_rows : buffers_.rows) + ring_row(block) * shape_.hidden;
+  return (m == 0 && buffers_.saved_rows ? buffers_.saved_rows : buffers_.rows) + ring_row(block) * shape_.hidden_size;
 }
 
 template <class T>
 const T* Tiles<T>::pre_activations_of(int32_t m, int32_t block) const {
   const T* ring = m == 0 && buffers_.saved_pre_activations ? buffers_.saved_pre_activations : buffers_.pre_activations;
-  return ring + ring_row(block) * 2 * shape_.intermediate;
+  return ring + ring_row(block) * 2 * shape_.intermediate_size;
 }
 
 // Copies the rows of a pull task from their source ranks. Padding rows are never read, so they are not written.
 template <class T>
 void Tiles<T>::pull(const Task& t, int64_t source_offset, T* ring) {
-  const int64_t h = shape_.hidden;
+  const int64_t h = shape_.hidden_size;
   const Range rows = pulled_rows(t);
   for (int32_t i = rows.begin; i < smaller(rows.end, plan_.real_rows(t.expert, t.block)); ++i) {
     const RowSource source = buffers_.row_table[t.block * kRowBlock + i];
@@ -122,7 +122,7 @@ void Tiles<T>::pull_grads(const Task& t) {
 // wants the pre-activations alone.
 template <class T>
 void Tiles<T>::gate_up(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
+  const int64_t h = shape_.hidden_size, inner = shape_.intermediate_size, rows = plan_.real_rows(t.expert, t.block);
   const auto [column, width] = columns_of(t.part, kGateUpColumns, inner);
   const int64_t up_column = TileMatmul::aligned(width), weights = t.expert * h * inner;
   const auto x = row_major(rows_of(t.macrobatch, t.block), h);
@@ -152,14 +152,14 @@ template <class T>
 void Tiles<T>::push(const Task& t, int64_t rows, Span columns) {
   for (int64_t i = 0; i < rows; ++i) {
     const RowSource source = buffers_.row_table[t.block * kRowBlock + i];
-    T* slot = in_arena<T>(source.rank, layout_.slots) + source.slot * shape_.hidden;
+    T* slot = in_arena<T>(source.rank, layout_.slots) + source.slot * shape_.hidden_size;
     store(matmul_.row(i), columns.count, slot + columns.begin);
   }
 }
 
 template <class T>
 void Tiles<T>::down(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
+  const int64_t h = shape_.hidden_size, inner = shape_.intermediate_size, rows = plan_.real_rows(t.expert, t.block);
   const Span columns = columns_of(t.part, kTileColumns, h);
   matmul_.begin(rows, columns.count);
   matmul_.add(row_major(static_cast<const T*>(buffers_.hidden) + ring_row(t.block) * inner, inner),
@@ -169,7 +169,7 @@ void Tiles<T>::down(const Task& t) {
 
 template <class T>
 void Tiles<T>::hidden_grad(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
+  const int64_t h = shape_.hidden_size, inner = shape_.intermediate_size, rows = plan_.real_rows(t.expert, t.block);
   const auto [column, width] = columns_of(t.part, kTileColumns, inner);
   matmul_.begin(rows, width);
   matmul_.add(row_major(static_cast<const T*>(buffers_.grads) + ring_row(t.block) * h, h),
@@ -206,7 +206,7 @@ void Tiles<T>::push_router_grads(const Task& t, int64_t rows) {
 
 template <class T>
 void Tiles<T>::row_grad(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate, rows = plan_.real_rows(t.expert, t.block);
+  const int64_t h = shape_.hidden_size, inner = shape_.intermediate_size, rows = plan_.real_rows(t.expert, t.block);
   const Span columns = columns_of(t.part, kTileColumns, h);
   const int64_t weights = t.expert * h * inner;
   const auto grads =
@@ -221,7 +221,7 @@ void Tiles<T>::row_grad(const Task& t) {
 
 template <class T>
 void Tiles<T>::weight_grad(const Task& t) {
-  const int64_t h = shape_.hidden, inner = shape_.intermediate;
+  const int64_t h = shape_.hidden_size, inner = shape_.intermediate_size;
   const WeightGradTile tile = weight_grad_tile(shape_, t.part);
   float* scratch = buffers_.straddle + tile.straddle + tile.row * tile.width + tile.column;
   matmul_.begin(tile.rows, tile.columns);
@@ -254,12 +254,12 @@ void Tiles<T>::weight_grad(const Task& t) {
   }
 }
 
-// A group of columns of y[t] = sum over k, ascending, of weight * slot, or of dx[t] = sum of the slots, which have
+// A band of columns of y[t] = sum over k, ascending, of weight * slot, or of dx[t] = sum of the slots, which have
 // their weights already; empty slots are skipped, bad tokens are NaN.
 template <class T>
 void Tiles<T>::reduce(const Task& t) {
-  const int64_t h = shape_.hidden, k_count = shape_.top_k;
-  const Range tiles = (backward_ ? row_grad_groups(plan_.tiles) : down_groups(plan_.tiles)).of(t.part);
+  const int64_t h = shape_.hidden_size, k_count = shape_.top_k;
+  const Range tiles = (backward_ ? row_grad_bands(plan_.tiles) : down_bands(plan_.tiles)).of(t.part);
   const int64_t first = tiles.begin * kTileColumns, count = smaller(tiles.end * kTileColumns, h) - first;
   const T* slots = in_arena<T>(plan_.rank, layout_.slots) + first;
   const float* weights = in_arena<float>(plan_.rank, layout_.weights);

@@ -16,7 +16,7 @@ namespace mok::host {
 inline constexpr int64_t kGateUpColumns = kTileColumns / 2;  // of gate, and as many of up
 inline constexpr int64_t kWeightGradRows = kRowBlock;
 
-inline TileCounts tile_counts(const Shape& s) { return count_tiles(s, kTileColumns, kGateUpColumns, kColumnGroups); }
+inline TileCounts tile_counts(const Shape& s) { return count_tiles(s, kTileColumns, kGateUpColumns, kColumnBands); }
 
 // What is left of one token that a rank must reduce.
 struct TokenIds {

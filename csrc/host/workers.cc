@@ -73,8 +73,8 @@ void Workers::work(Queue& queue, uint64_t worker) {
 }
 
 int32_t Workers::value(int32_t counter) const {
-  const int32_t group = counter - map_.arrived(0);
-  return group < 0 ? counters_[counter].load() : group_.arrived(plan_.rank, group);
+  const int32_t band = counter - map_.arrived(0);
+  return band < 0 ? counters_[counter].load() : group_.arrived(plan_.rank, band);
 }
 
 bool Workers::wait_for(const Task& task) {

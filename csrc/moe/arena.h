@@ -20,9 +20,9 @@ struct ArenaLayout {
   // `item` is the size of an element of x in bytes.
   MOK_FN ArenaLayout(const Shape& s, int64_t item) {
     bytes = 0;
-    x = take(s.tokens * s.hidden * item);
-    dy = take(s.tokens * s.hidden * item);
-    slots = take(s.slots() * s.hidden * item);
+    x = take(s.tokens * s.hidden_size * item);
+    dy = take(s.tokens * s.hidden_size * item);
+    slots = take(s.slots() * s.hidden_size * item);
     weights = take(s.slots() * 4);
     router_grads = take(s.slots() * 4);
     expert_ids = take(s.slots() * 4);

@@ -26,8 +26,8 @@ MOK_FN void backward_communication(const Plan& p, TaskList& list) {
     }
   }
   for (int32_t m = 0; m < p.macrobatches; ++m) list.add(TaskKind::notify, m, macrobatch(p, m), 1);
-  for (int32_t group = 0; group < row_grad_groups(p.tiles).count(); ++group) {
-    list.add_of_group(TaskKind::reduce, 0, {0, p.token_blocks}, group);
+  for (int32_t band = 0; band < row_grad_bands(p.tiles).count(); ++band) {
+    list.add_of_band(TaskKind::reduce, 0, {0, p.token_blocks}, band);
   }
 }
 

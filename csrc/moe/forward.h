@@ -1,5 +1,5 @@
 // The forward algorithm. Per macrobatch, last to first: pull rows (dispatch), gate and up tiles with SwiGLU, down tiles
-// that push each row into its source's slot (combine). Every rank reduces its tokens over their slots, one group of
+// that push each row into its source's slot (combine). Every rank reduces its tokens over their slots, one band of
 // columns after the other: the last macrobatch computes the down tiles of one while tokens are reduced over another.
 #pragma once
 
@@ -12,21 +12,21 @@ MOK_FN void forward_communication(const Plan& p, TaskList& list) {
   for (int32_t m = p.macrobatches - 1; m >= 0; --m) {
     for (int32_t i = 0; i < minibatches(p, m); ++i) list.add_pulls(TaskKind::pull_rows, m, minibatch(p, m, i));
   }
-  for (int32_t group = 0; group < down_groups(p.tiles).count(); ++group) {
-    for (int32_t m = p.macrobatches - 1; m >= 0; --m) list.add_of_group(TaskKind::notify, m, macrobatch(p, m), group);
-    list.add_of_group(TaskKind::reduce, 0, {0, p.token_blocks}, group);
+  for (int32_t band = 0; band < down_bands(p.tiles).count(); ++band) {
+    for (int32_t m = p.macrobatches - 1; m >= 0; --m) list.add_of_band(TaskKind::notify, m, macrobatch(p, m), band);
+    list.add_of_band(TaskKind::reduce, 0, {0, p.token_blocks}, band);
   }
 }
 
 // A minibatch's down tiles come after the next one's gate and up tiles, so that they do not wait for tiles that other
 // workers have just begun; except where the ring is so small that the next one needs the place of their hidden rows.
-// Nothing needs the places of macrobatch 0: its later groups of columns come at the end.
+// Nothing needs the places of macrobatch 0: its later bands of columns come at the end.
 MOK_FN void forward_compute(const Plan& p, TaskList& list) {
   Range owed;
   int32_t owed_macrobatch = 0;
   const auto pay = [&] {
     list.add(TaskKind::down, owed_macrobatch, owed,
-             owed_macrobatch > 0 ? Range{0, p.tiles.down} : down_groups(p.tiles).of(0));
+             owed_macrobatch > 0 ? Range{0, p.tiles.down} : down_bands(p.tiles).of(0));
     owed = {};
   };
   for (int32_t m = p.macrobatches - 1; m >= 0; --m) {
@@ -40,15 +40,15 @@ MOK_FN void forward_compute(const Plan& p, TaskList& list) {
     }
   }
   pay();
-  for (int32_t group = 1; group < down_groups(p.tiles).count(); ++group) {
-    list.add(TaskKind::down, 0, macrobatch(p, 0), down_groups(p.tiles).of(group));
+  for (int32_t band = 1; band < down_bands(p.tiles).count(); ++band) {
+    list.add(TaskKind::down, 0, macrobatch(p, 0), down_bands(p.tiles).of(band));
   }
 }
 
-// All groups' down tiles of a block.
+// All bands' down tiles of a block.
 MOK_FN void wait_for_pushes(Task& t, const Plan& p, const CounterMap& counters, int32_t block) {
-  for (int32_t group = 0; group < kColumnGroups; ++group) {
-    t.wait_for(counters.pushed(block, group), down_groups(p.tiles).of(group).size());
+  for (int32_t band = 0; band < kColumnBands; ++band) {
+    t.wait_for(counters.pushed(block, band), down_bands(p.tiles).of(band).size());
   }
 }
 
@@ -74,11 +74,11 @@ MOK_FN void write_forward_task(const Plan& p, const Segment& s, int64_t ticket, 
     case TaskKind::down:
       place(t, p, weights_outer(s, p, offset));
       t.wait_for(counters.of(Counter::gate_up_done, t.block), p.tiles.gate_up);
-      t.signal(counters.pushed(t.block, down_groups(p.tiles).holding(t.part)));
+      t.signal(counters.pushed(t.block, down_bands(p.tiles).holding(t.part)));
       break;
     case TaskKind::notify:
       place(t, p, item_outer(s, offset));
-      t.wait_for(counters.pushed(t.block, t.part), down_groups(p.tiles).of(t.part).size());
+      t.wait_for(counters.pushed(t.block, t.part), down_bands(p.tiles).of(t.part).size());
       break;
     default:  // reduce
       place(t, p, item_outer(s, offset));

@@ -7,7 +7,7 @@
 
 namespace mok {
 
-inline constexpr int32_t kColumnGroups = 4;
+inline constexpr int32_t kColumnBands = 4;
 
 // How many tiles each matrix product of a row block (of an expert, for weight_grad) is divided into. Chosen by the
 // executor from (H, I, precision, architecture) only, never from rows or ranks: tiles decide the order of sums.
@@ -17,20 +17,20 @@ struct TileCounts {
   int32_t hidden_grad;  // of [kRowBlock, I]: dy wo^T, and back through SwiGLU
   int32_t row_grad;     // of [kRowBlock, H]: dgate wi_0^T + dup wi_1^T
   int32_t weight_grad;  // of one expert's wi_0, wi_1 and wo together
-  int32_t down_groups;  // of columns, at most kColumnGroups: in how many steps the forward finishes y (see program.h)
+  int32_t down_bands;   // of columns, at most kColumnBands: in how many steps the forward finishes y (see program.h)
 };
 
 // Tiles of kRowBlock rows (weight_grad: of a matrix) by `columns` columns; of gate_up, by so many of gate and of up.
-MOK_FN TileCounts count_tiles(const Shape& s, int64_t columns, int64_t gate_up_columns, int32_t down_groups) {
-  const int64_t h_across = ceil_div(s.hidden, columns), i_across = ceil_div(s.intermediate, columns);
+MOK_FN TileCounts count_tiles(const Shape& s, int64_t columns, int64_t gate_up_columns, int32_t down_bands) {
+  const int64_t h_across = ceil_div(s.hidden_size, columns), i_across = ceil_div(s.intermediate_size, columns);
   const int64_t weight_grad =
-      2 * ceil_div(s.hidden, kRowBlock) * i_across + ceil_div(s.intermediate, kRowBlock) * h_across;
+      2 * ceil_div(s.hidden_size, kRowBlock) * i_across + ceil_div(s.intermediate_size, kRowBlock) * h_across;
   TileCounts tiles;
-  tiles.gate_up = static_cast<int32_t>(ceil_div(s.intermediate, gate_up_columns));
+  tiles.gate_up = static_cast<int32_t>(ceil_div(s.intermediate_size, gate_up_columns));
   tiles.down = tiles.row_grad = static_cast<int32_t>(h_across);
   tiles.hidden_grad = static_cast<int32_t>(i_across);
   tiles.weight_grad = static_cast<int32_t>(weight_grad);
-  tiles.down_groups = down_groups;
+  tiles.down_bands = down_bands;
   return tiles;
 }
 

@@ -17,25 +17,25 @@ struct Range {
   MOK_FN bool overlaps(int32_t other_begin, int32_t other_end) const { return begin < other_end && other_begin < end; }
 };
 
-// The tiles that a product of columns is divided into come in groups, each half of what the groups before it have left.
-struct ColumnGroups {
+// The tiles that a product of columns is divided into come in bands, each half of what the bands before it have left.
+struct ColumnBands {
   int32_t tiles, most;
 
-  MOK_FN Range of(int32_t group) const {
-    const int32_t left = group < most ? tiles >> group : 0, later = group + 1 < most ? tiles >> (group + 1) : 0;
+  MOK_FN Range of(int32_t band) const {
+    const int32_t left = band < most ? tiles >> band : 0, later = band + 1 < most ? tiles >> (band + 1) : 0;
     return {tiles - left, tiles - later};
   }
   MOK_FN int32_t holding(int32_t tile) const {
-    int32_t group = 0;
-    while (tile >= of(group).end) ++group;
-    return group;
+    int32_t band = 0;
+    while (tile >= of(band).end) ++band;
+    return band;
   }
   MOK_FN int32_t count() const { return holding(tiles - 1) + 1; }  // where tiles are few, the last ones are empty
 };
-// Of y: while the down tiles of one group are computed, tokens are reduced over the columns of the one before.
-MOK_FN ColumnGroups down_groups(const TileCounts& tiles) { return {tiles.down, tiles.down_groups}; }
+// Of y: while the down tiles of one band are computed, tokens are reduced over the columns of the one before.
+MOK_FN ColumnBands down_bands(const TileCounts& tiles) { return {tiles.down, tiles.down_bands}; }
 // Of dx: one reduce task takes the columns of one.
-MOK_FN ColumnGroups row_grad_groups(const TileCounts& tiles) { return {tiles.row_grad, kColumnGroups}; }
+MOK_FN ColumnBands row_grad_bands(const TileCounts& tiles) { return {tiles.row_grad, kColumnBands}; }
 
 // Families of counters. Those of a row block or of a piece are written by this rank alone; `arrived` by every rank.
 enum class Counter : int32_t {
@@ -43,18 +43,18 @@ enum class Counter : int32_t {
   grads_pulled,       // of a block: likewise dy, and the router weights
   gate_up_done,       // of a block: tiles
   hidden_grad_done,   // of a block: tiles
-  pushed,             // of a block and a group: tiles of down, or of row_grad (one group), their rows at the sources
+  pushed,             // of a block and a band: tiles of down, or of row_grad (one band), their rows at the sources
   piece_rows_pulled,  // of a piece: pull tasks
   piece_hidden_grad,  // of a piece: tiles
   piece_weight_grad,  // of a piece: tiles
-  arrived,            // of a group of the rank: its slots that have come back, counted in rows
+  arrived,            // of a band of the rank: its slots that have come back, counted in rows
 };
 inline constexpr const char* kCounterNames[] = {
     "rows_pulled",       "grads_pulled",      "gate_up_done",      "hidden_grad_done", "pushed",
     "piece_rows_pulled", "piece_hidden_grad", "piece_weight_grad", "arrived"};
 static_assert(std::size(kCounterNames) == static_cast<size_t>(Counter::arrived) + 1);
-// pushed, the last of a block, counts as one for each group; all from there to arrived are of a piece.
-inline constexpr int32_t kBlockFamilies = static_cast<int32_t>(Counter::pushed) + kColumnGroups;
+// pushed, the last of a block, counts as one for each band; all from there to arrived are of a piece.
+inline constexpr int32_t kBlockFamilies = static_cast<int32_t>(Counter::pushed) + kColumnBands;
 inline constexpr int32_t kPieceFamilies =
     static_cast<int32_t>(Counter::arrived) - static_cast<int32_t>(Counter::pushed) - 1;
 
@@ -63,14 +63,14 @@ struct CounterMap {
   int32_t blocks, pieces;
 
   MOK_FN explicit CounterMap(const Plan& p) : blocks(p.blocks()), pieces(p.pieces()) {}
-  MOK_FN int32_t size() const { return arrived(kColumnGroups); }
+  MOK_FN int32_t size() const { return arrived(kColumnBands); }
   MOK_FN int32_t of(Counter family, int32_t index = 0) const {
     const int32_t f = static_cast<int32_t>(family), first_of_pieces = static_cast<int32_t>(Counter::pushed) + 1;
     if (f < first_of_pieces) return f * blocks + index;
     return kBlockFamilies * blocks + (f - first_of_pieces) * pieces + index;
   }
-  MOK_FN int32_t pushed(int32_t block, int32_t group) const { return of(Counter::pushed, group * blocks + block); }
-  MOK_FN int32_t arrived(int32_t group) const { return of(Counter::arrived, group); }
+  MOK_FN int32_t pushed(int32_t block, int32_t band) const { return of(Counter::pushed, band * blocks + block); }
+  MOK_FN int32_t arrived(int32_t band) const { return of(Counter::arrived, band); }
 };
 
 enum class Direction : int32_t { forward, backward };
@@ -101,12 +101,12 @@ struct Task {
   int32_t block;   // row block; the piece's first one for weight_grad; token block for reduce
   int32_t blocks;  // row blocks that it covers
   int32_t expert;  // local; -1 for reduce
-  int32_t part;    // which tile or pull of the block or piece; which group of columns for notify and reduce
+  int32_t part;    // which tile or pull of the block or piece; which band of columns for notify and reduce
   // Its place among neighbours in the list that multiply with the same tile of weights, and how many these are. Not of
   // weight_grad, whose tiles' places only an executor knows; those of a piece differ in nothing but their part.
   int32_t in_run, run;
   int32_t wait_count, signal_count;
-  Wait waits[1 + kColumnGroups];
+  Wait waits[1 + kColumnBands];
   int32_t signals[2];  // each grows by 1. notify instead adds the block's rows to `arrived` of their source ranks
 
   MOK_FN void wait_for(int32_t counter, int32_t target) {
@@ -216,9 +216,9 @@ struct TaskList {
     const bool any = count > 0 && (segments[0].kind == TaskKind::pull_rows || segments[0].kind == TaskKind::pull_grads);
     return any ? segments[0].tasks() : 0;
   }
-  // One task for each item, its part the group.
-  MOK_FN void add_of_group(TaskKind kind, int32_t m, Range items, int32_t group) {
-    add(kind, m, items, Range{group, group + 1});
+  // One task for each item, its part the band.
+  MOK_FN void add_of_band(TaskKind kind, int32_t m, Range items, int32_t band) {
+    add(kind, m, items, Range{band, band + 1});
   }
   MOK_FN const Segment& segment_of(int64_t ticket) const {
     int32_t low = 0, high = count;
@@ -230,11 +230,11 @@ struct TaskList {
   }
 };
 
-// Segments that a list of either direction can have: at most four a minibatch, one a macrobatch and group, one a group,
+// Segments that a list of either direction can have: at most four a minibatch, one a macrobatch and band, one a band,
 // and the first pulls.
 MOK_FN int64_t max_segments(const Shape& s) {
   const int64_t macrobatches = max_macrobatches(s);
-  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + kColumnGroups * (macrobatches + 1) + 1;
+  return 4 * (ceil_div(max_rows(s), s.minibatch_rows) + macrobatches) + kColumnBands * (macrobatches + 1) + 1;
 }
 
 }  // namespace mok

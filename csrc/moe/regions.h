@@ -19,7 +19,7 @@ enum class Storage : int32_t {
   router_parts,     // columns: hidden_grad tiles
   straddle,         // one row; columns: weight_grad tiles
   expert_grads,     // rows: experts; columns: weight_grad tiles
-  output,           // rows: tokens; columns: down or row_grad tiles. y, or dx and the gradients of router weights
+  out,              // rows: tokens; columns: down or row_grad tiles. y, or dx and the gradients of router weights
   // The arena, which peers use too:
   x,             // rows: tokens
   dy,            // rows: tokens
@@ -29,8 +29,9 @@ enum class Storage : int32_t {
 };
 inline constexpr int32_t kStorages = static_cast<int32_t>(Storage::router_grads) + 1;
 inline constexpr const char* kStorageNames[] = {
-    "rows",         "pre_activations", "hidden", "grads", "row_weights", "gate_up_grads", "router_parts", "straddle",
-    "expert_grads", "output",          "x",      "dy",    "weights",     "slots",         "router_grads"};
+    "rows",         "pre_activations", "hidden",       "grads", "row_weights", "gate_up_grads",
+    "router_parts", "straddle",        "expert_grads", "out",   "x",           "dy",
+    "weights",      "slots",           "router_grads"};
 static_assert(std::size(kStorageNames) == kStorages);
 
 struct Region {
@@ -80,7 +81,7 @@ class Regions {
   // the next call's to write.
   MOK_FN void at_exit() {
     const int64_t slots = shape_.slots();
-    visit_(Region{Storage::output, plan_.rank, false, 0, shape_.tokens, {0, slot_tiles()}, 0});
+    visit_(Region{Storage::out, plan_.rank, false, 0, shape_.tokens, {0, slot_tiles()}, 0});
     for (int32_t block = 0; forward_ && block < plan_.macro_block[1]; ++block) {
       if (plan_.save != Save::nothing) read_block(Storage::pre_activations, block, plan_.tiles.gate_up);
       if (plan_.save == Save::pre_activations_and_rows) read_block(Storage::rows, block);
@@ -173,9 +174,9 @@ class Regions {
     }
   }
 
-  // A group of columns; the first one also takes the router gradients.
+  // A band of columns; the first one also takes the router gradients.
   MOK_FN void reduce(const Task& t) {
-    const Range columns = (forward_ ? down_groups(plan_.tiles) : row_grad_groups(plan_.tiles)).of(t.part);
+    const Range columns = (forward_ ? down_bands(plan_.tiles) : row_grad_bands(plan_.tiles)).of(t.part);
     const int64_t begin = t.block * kReduceTokens, end = smaller(begin + kReduceTokens, shape_.tokens);
     for (int64_t slot = begin * shape_.top_k; slot < end * shape_.top_k; ++slot) {
       if (ids_[slot] < 0) continue;
@@ -183,7 +184,7 @@ class Regions {
       const Storage beside = forward_ ? Storage::weights : Storage::router_grads;
       if (forward_ || t.part == 0) visit_(Region{beside, plan_.rank, false, slot, slot + 1, {0, 1}, 0});
     }
-    visit_(Region{Storage::output, plan_.rank, true, begin, end, columns, 0});
+    visit_(Region{Storage::out, plan_.rank, true, begin, end, columns, 0});
   }
 
   bool forward_;

@@ -15,15 +15,15 @@ inline constexpr int32_t kPullsPerBlock = kRowBlock / kPullRows;
 enum class Save : int32_t { nothing = 0, pre_activations = 1, pre_activations_and_rows = 2 };
 
 struct Shape {
-  int64_t ranks;           // EP
-  int64_t rank;            // this one, in [0, ranks)
-  int64_t tokens;          // T, of each rank
-  int64_t top_k;           // K
-  int64_t hidden;          // H
-  int64_t intermediate;    // I
-  int64_t local_experts;   // E / EP
-  int64_t ring_rows;       // a multiple of kRowBlock
-  int64_t minibatch_rows;  // a multiple of kRowBlock
+  int64_t ranks;              // EP
+  int64_t rank;               // this one, in [0, ranks)
+  int64_t tokens;             // T, of each rank
+  int64_t top_k;              // K
+  int64_t hidden_size;        // H
+  int64_t intermediate_size;  // I
+  int64_t local_experts;      // E / EP
+  int64_t ring_rows;          // a multiple of kRowBlock
+  int64_t minibatch_rows;     // a multiple of kRowBlock
 
   MOK_FN int64_t slots() const { return tokens * top_k; }  // of one rank
   MOK_FN int64_t experts() const { return local_experts * ranks; }

@@ -99,8 +99,8 @@ int64_t JointProgram::expected_tasks(const RankPlan& r) const {
   const TileCounts& tiles = p.tiles;
   const int64_t blocks = p.blocks(), saved = p.macro_block[1];
   if (case_.direction == Direction::forward) {
-    const int64_t groups = down_groups(tiles).count();
-    return blocks * (kPullsPerBlock + tiles.gate_up + tiles.down + groups) + p.token_blocks * groups;
+    const int64_t bands = down_bands(tiles).count();
+    return blocks * (kPullsPerBlock + tiles.gate_up + tiles.down + bands) + p.token_blocks * bands;
   }
   const int64_t replayed = p.save == Save::nothing ? blocks : blocks - saved;
   const int64_t pulled = p.save == Save::pre_activations_and_rows ? blocks - saved : blocks;
@@ -109,7 +109,7 @@ int64_t JointProgram::expected_tasks(const RankPlan& r) const {
     pieces += std::ranges::find(r.expert_block, p.macro_block[m]) == r.expert_block.end();
   }
   return blocks * (kPullsPerBlock + tiles.hidden_grad + tiles.row_grad + 1) + pulled * kPullsPerBlock +
-         replayed * tiles.gate_up + pieces * tiles.weight_grad + p.token_blocks * row_grad_groups(tiles).count();
+         replayed * tiles.gate_up + pieces * tiles.weight_grad + p.token_blocks * row_grad_bands(tiles).count();
 }
 
 std::string JointProgram::find_wrong_task() const {

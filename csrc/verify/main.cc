@@ -147,7 +147,7 @@ std::string bounds(std::istream& in) {
 
 std::string arena(std::istream& in) {
   Shape s = read_shape(in);
-  s.hidden = next(in);
+  s.hidden_size = next(in);
   const ArenaLayout at(s, next(in));
   return list_of(std::vector<int64_t>{at.x, at.dy, at.slots, at.weights, at.router_grads, at.expert_ids, at.bytes});
 }
@@ -168,7 +168,7 @@ std::string ticket(std::istream& in) {
   place_experts(static_cast<int32_t>(s.local_experts), expert_rows.data(), expert_block.data());
   Plan p;
   make_plan(s, tiles, Save::pre_activations, 1, expert_rows.data(), expert_block.data(), macro_block.data(), p);
-  p.token_blocks = 1;  // so that a list ends with one task of each group
+  p.token_blocks = 1;  // so that a list ends with one task of each band
   const TaskLists lists(direction, s, p);
   const TaskList& list = communication ? lists.communication() : lists.compute();
   const Task t = lists.task(list, number < 0 ? list.tasks + number : number);

@@ -115,7 +115,7 @@ Accesses::Area Accesses::area_of(Storage storage, const RankPlan& r) const {
     case Storage::x:
     case Storage::dy:
       return area(r.shape.tokens, 1);
-    case Storage::output:
+    case Storage::out:
       return area(r.shape.tokens, forward ? tiles.down : tiles.row_grad);
     case Storage::weights:
     case Storage::router_grads:
@@ -150,7 +150,7 @@ std::string Accesses::find_wrong_result() const {
   const size_t nodes = program_.nodes().size();
   for (int32_t i = 0; i < begin_[nodes]; ++i) writes[accesses_[i].cell] += accesses_[i].write;
   for (const auto& r : program_.ranks()) {
-    for (Storage storage : {Storage::output, Storage::expert_grads, Storage::slots, Storage::router_grads}) {
+    for (Storage storage : {Storage::out, Storage::expert_grads, Storage::slots, Storage::router_grads}) {
       const bool forward = program_.of().direction == Direction::forward;
       if (forward && (storage == Storage::expert_grads || storage == Storage::router_grads)) continue;
       const bool of_slots = storage == Storage::slots || storage == Storage::router_grads;

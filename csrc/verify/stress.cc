@@ -16,7 +16,7 @@ using host::BFloat16;
 
 struct Sizes {
   const char* name;
-  int64_t ranks, tokens, top_k, hidden, intermediate, local_experts;
+  int64_t ranks, tokens, top_k, hidden_size, intermediate_size, local_experts;
   double share_of_first;  // of all slots, to expert 0: so many rows that they go through many macrobatches
 };
 
@@ -51,9 +51,9 @@ struct RankInputs {
   std::vector<int32_t> ids;
 
   RankInputs(const Sizes& s, uint32_t seed) : ids(s.tokens * s.top_k) {
-    const int64_t matrix = s.local_experts * s.hidden * s.intermediate;
-    x = random_values<T>(s.tokens * s.hidden, 1.f, seed);
-    dy = random_values<T>(s.tokens * s.hidden, 1.f, seed + 1);
+    const int64_t matrix = s.local_experts * s.hidden_size * s.intermediate_size;
+    x = random_values<T>(s.tokens * s.hidden_size, 1.f, seed);
+    dy = random_values<T>(s.tokens * s.hidden_size, 1.f, seed + 1);
     wi_0 = random_values<T>(matrix, .1f, seed + 2);
     wi_1 = random_values<T>(matrix, .1f, seed + 3);
     wo = random_values<T>(matrix, .1f, seed + 4);
@@ -87,8 +87,8 @@ class RankStep {
                .rank = rank,
                .tokens = sizes.tokens,
                .top_k = sizes.top_k,
-               .hidden = sizes.hidden,
-               .intermediate = sizes.intermediate,
+               .hidden_size = sizes.hidden_size,
+               .intermediate_size = sizes.intermediate_size,
                .local_experts = sizes.local_experts,
                .ring_rows = schedule.ring_rows,
                .minibatch_rows = schedule.minibatch_rows},
@@ -96,8 +96,8 @@ class RankStep {
     if (shape_.ring_rows == 0) shape_.ring_rows = max_rows(shape_);
     row_table_.resize(max_rows(shape_));
     expert_rows_.resize(shape_.local_experts);
-    const int64_t matrix = shape_.local_experts * shape_.hidden * shape_.intermediate;
-    y_.assign(shape_.tokens * shape_.hidden, poison<T>());
+    const int64_t matrix = shape_.local_experts * shape_.hidden_size * shape_.intermediate_size;
+    y_.assign(shape_.tokens * shape_.hidden_size, poison<T>());
     dx_ = y_;
     router_grads_.assign(shape_.slots(), poison<float>());
     for (auto* grad : {&wi_0_grad_, &wi_1_grad_, &wo_grad_}) grad->assign(matrix, poison<float>());
@@ -158,9 +158,9 @@ class RankStep {
 
   std::optional<std::string> forward(int64_t number, double entry_timeout_s) {
     host::Call<T> c = call(Direction::forward);
-    rows_ = ring(shape_.hidden);
-    pre_activations_ = ring(2 * shape_.intermediate);
-    std::vector<T> hidden = ring(shape_.intermediate);
+    rows_ = ring(shape_.hidden_size);
+    pre_activations_ = ring(2 * shape_.intermediate_size);
+    std::vector<T> hidden = ring(shape_.intermediate_size);
     c.buffers.rows = rows_.data();
     c.buffers.pre_activations = schedule_.save == Save::nothing ? nullptr : pre_activations_.data();
     c.buffers.hidden = hidden.data();
@@ -170,11 +170,13 @@ class RankStep {
 
   std::optional<std::string> backward(int64_t number, double entry_timeout_s) {
     host::Call<T> c = call(Direction::backward);
-    std::vector<T> rows = ring(shape_.hidden), grads = ring(shape_.hidden), hidden = ring(shape_.intermediate);
-    std::vector<T> pre_activations = ring(2 * shape_.intermediate), gate_up_grads = ring(2 * shape_.intermediate);
+    std::vector<T> rows = ring(shape_.hidden_size), grads = ring(shape_.hidden_size),
+                   hidden = ring(shape_.intermediate_size);
+    std::vector<T> pre_activations = ring(2 * shape_.intermediate_size),
+                   gate_up_grads = ring(2 * shape_.intermediate_size);
     std::vector<float> row_weights = ring<float>(1);
     std::vector<float> router_parts = ring<float>(host::tile_counts(shape_).hidden_grad);
-    std::vector<float> straddle(3 * shape_.hidden * shape_.intermediate, poison<float>());
+    std::vector<float> straddle(3 * shape_.hidden_size * shape_.intermediate_size, poison<float>());
     host::Buffers<T>& b = c.buffers;
     b.rows = rows.data();
     b.grads = grads.data();

@@ -1,5 +1,5 @@
 // Cases as words apart by spaces, for the programs that answer questions. Shapes are `ranks tokens top_k local_experts
-// ring_blocks minibatch_blocks`; tiles are `gate_up down hidden_grad row_grad weight_grad down_groups`; a direction is
+// ring_blocks minibatch_blocks`; tiles are `gate_up down hidden_grad row_grad weight_grad down_bands`; a direction is
 // 0 forward, 1 backward; ids are of all ranks in turn.
 #pragma once
 
@@ -28,14 +28,14 @@ inline Shape read_shape(std::istream& in) {
   s.local_experts = next(in);
   s.ring_rows = next(in) * kRowBlock;
   s.minibatch_rows = next(in) * kRowBlock;
-  s.hidden = s.intermediate = 1;
+  s.hidden_size = s.intermediate_size = 1;
   return s;
 }
 
 inline TileCounts read_tiles(std::istream& in) {
   TileCounts tiles{};
   for (int32_t* count :
-       {&tiles.gate_up, &tiles.down, &tiles.hidden_grad, &tiles.row_grad, &tiles.weight_grad, &tiles.down_groups}) {
+       {&tiles.gate_up, &tiles.down, &tiles.hidden_grad, &tiles.row_grad, &tiles.weight_grad, &tiles.down_bands}) {
     *count = next_int(in);
   }
   return tiles;

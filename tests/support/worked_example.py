@@ -21,7 +21,7 @@ RING_BLOCKS, MINIBATCH_BLOCKS = 2, 64
 SHAPE = RANKS, TOKENS, TOP_K, LOCAL_EXPERTS, RING_BLOCKS, MINIBATCH_BLOCKS
 
 # Of count_tiles for H = 512, I = 256 with tiles as wide as Hopper's: gate_up, down, hidden_grad, row_grad, weight_grad;
-# and groups of columns.
+# and bands of columns.
 TILES = 2, 2, 1, 2, 2 * 4 + 2 * 2, 2
 
 SAVE_PRE_ACTIVATIONS = 1
@@ -67,15 +67,15 @@ def _line(name: str, rank: int, first: tuple[int, dict], last: tuple[int, dict])
 def _describe(task: dict, last_part: int) -> str:
     part = str(task["part"]) if task["part"] == last_part else f"{task['part']}-{last_part}"
     of = {"reduce": f"of token block {task['block']}", "weight_grad": f"of expert {task['expert']}"}
-    what = {"pull_rows": "part", "pull_grads": "part", "notify": "group", "reduce": "group"}.get(task["kind"], "tile")
+    what = {"pull_rows": "part", "pull_grads": "part", "notify": "band", "reduce": "band"}.get(task["kind"], "tile")
     return f"`{task['kind']}` {of.get(task['kind'], f'of block {task["block"]}')}, {what} {part}"
 
 
 def _counter(family: str, index: int, _: int, rank: int, *, own: int) -> str:
     if family == "pushed":
-        group, block = divmod(index, RING_BLOCKS)  # the call has as many blocks as the ring
-        return f"`pushed` of block {block}, group {group}"
-    kind = "group" if family == "arrived" else "piece" if family.startswith("piece_") else "block"
+        band, block = divmod(index, RING_BLOCKS)  # the call has as many blocks as the ring
+        return f"`pushed` of block {block}, band {band}"
+    kind = "band" if family == "arrived" else "piece" if family.startswith("piece_") else "block"
     return f"`{family}` of {kind} {index}" + (f" at rank {rank}" if rank != own or family == "arrived" else "")
 
 

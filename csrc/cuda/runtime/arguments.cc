@@ -5,7 +5,7 @@ namespace {
 
 int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
-int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate); }
+int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate_size); }
 
 // What both directions have.
 void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
@@ -18,19 +18,19 @@ void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
   rank.activation_limit = c.activation_limit;
   rank.timeout_ns = nanoseconds(c.timeout_s);
   rank.entry_timeout_ns = nanoseconds(c.entry_timeout_s);
-  rank.x = nth(c.x, i, s.tokens * s.hidden);
-  rank.dy = nth(c.dy, i, s.tokens * s.hidden);
+  rank.x = nth(c.x, i, s.tokens * s.hidden_size);
+  rank.dy = nth(c.dy, i, s.tokens * s.hidden_size);
   rank.expert_ids = nth(c.expert_ids, i, s.slots());
   rank.expert_weights = nth(c.expert_weights, i, s.slots());
-  const int64_t weights = s.local_experts * s.hidden * s.intermediate;
+  const int64_t weights = s.local_experts * s.hidden_size * s.intermediate_size;
   rank.wi_0 = nth(c.wi_0, i, weights);
   rank.wi_1 = nth(c.wi_1, i, weights);
   rank.wo = nth(c.wo, i, weights);
-  rank.out = nth(c.out, i, s.tokens * s.hidden);
+  rank.out = nth(c.out, i, s.tokens * s.hidden_size);
   rank.row_table = nth(c.row_table, i, max_rows(s));
   rank.expert_rows = nth(c.expert_rows, i, s.local_experts);
-  rank.rows = nth(c.rows, i, s.ring_rows * s.hidden);
-  rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate);
+  rank.rows = nth(c.rows, i, s.ring_rows * s.hidden_size);
+  rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate_size);
   rank.workspace = nth(c.workspace, i, WorkspaceLayout(s).bytes);
   rank.arenas = device.arenas.at(c.ranks_here).table;
   rank.host_failure = Runtime::instance().host_failure;
@@ -47,15 +47,15 @@ void fill(const ForwardCall& c, int32_t i, const Device& device, ForwardRank& ra
 void fill(const BackwardCall& c, int32_t i, const Device& device, BackwardRank& rank) {
   fill_common(c, i, device, rank);
   const Shape& s = c.shape;
-  const int64_t grad_bytes = s.local_experts * s.hidden * s.intermediate * (c.grads_in_f32 ? 4 : 2);
+  const int64_t grad_bytes = s.local_experts * s.hidden_size * s.intermediate_size * (c.grads_in_f32 ? 4 : 2);
   rank.pre_activations = nth(c.pre_activations, i, pre_activation_elements(s));
   rank.saved_pre_activations = nth(c.saved_pre_activations, i, pre_activation_elements(s));
-  rank.saved_rows = nth(c.saved_rows, i, s.ring_rows * s.hidden);
-  rank.grads = nth(c.grads, i, s.ring_rows * s.hidden);
-  rank.gate_up_grads = nth(c.gate_up_grads, i, s.ring_rows * 2 * s.intermediate);
+  rank.saved_rows = nth(c.saved_rows, i, s.ring_rows * s.hidden_size);
+  rank.grads = nth(c.grads, i, s.ring_rows * s.hidden_size);
+  rank.gate_up_grads = nth(c.gate_up_grads, i, s.ring_rows * 2 * s.intermediate_size);
   rank.row_weights = nth(c.row_weights, i, s.ring_rows);
-  rank.router_parts = nth(c.router_parts, i, s.ring_rows * router_parts_width(s.intermediate));
-  rank.straddle = nth(c.straddle, i, straddle_elements(s.hidden, s.intermediate));
+  rank.router_parts = nth(c.router_parts, i, s.ring_rows * router_parts_width(s.intermediate_size));
+  rank.straddle = nth(c.straddle, i, straddle_elements(s.hidden_size, s.intermediate_size));
   rank.router_grads = nth(c.router_grads, i, s.slots());
   rank.wi_0_grad = nth(static_cast<std::byte*>(c.wi_0_grad), i, grad_bytes);
   rank.wi_1_grad = nth(static_cast<std::byte*>(c.wi_1_grad), i, grad_bytes);

@@ -84,8 +84,8 @@ struct Backward {
 
   __device__ static void spoil(const Rank& rank) {
     const Shape& s = rank.shape;
-    const int64_t weights = s.local_experts * s.hidden * s.intermediate;
-    fill_nan(rank.out, s.tokens * s.hidden);
+    const int64_t weights = s.local_experts * s.hidden_size * s.intermediate_size;
+    fill_nan(rank.out, s.tokens * s.hidden_size);
     fill_nan(rank.router_grads, s.slots());
     for (void* grad : {rank.wi_0_grad, rank.wi_1_grad, rank.wo_grad}) {
       rank.grads_in_f32 ? fill_nan(static_cast<float*>(grad), weights) : fill_nan(static_cast<bf16*>(grad), weights);

@@ -9,7 +9,7 @@ namespace mok::cuda::sm90 {
 struct Down {
   using Rank = ForwardRank;
 
-  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.intermediate; }
+  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.intermediate_size; }
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     const int32_t count = t.steps, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;

@@ -42,7 +42,7 @@ struct Forward {
     t.kind == TaskKind::down ? Down::store(rank, s, arena, t, side) : GateUp::store(rank, s, t, side);
   }
 
-  __device__ static void spoil(const Rank& rank) { fill_nan(rank.out, rank.shape.tokens * rank.shape.hidden); }
+  __device__ static void spoil(const Rank& rank) { fill_nan(rank.out, rank.shape.tokens * rank.shape.hidden_size); }
 };
 
 __global__ void __cluster_dims__(kPair) __launch_bounds__(kThreads, 1)
@@ -57,9 +57,9 @@ int64_t shared_bytes() { return sizeof(Shared); }
 int32_t threads() { return kThreads; }
 
 TileCounts tile_counts(const Shape& s) {
-  // With less depth the down tiles of a group are done before tokens are reduced over the one before; then more than
-  // two groups only cost the cache's locality.
-  return count_tiles(s, kTileColumns, kGateUpColumns, s.intermediate >= 2048 ? kColumnGroups : 2);
+  // With less depth the down tiles of a band are done before tokens are reduced over the one before; then more than
+  // two bands only cost the cache's locality.
+  return count_tiles(s, kTileColumns, kGateUpColumns, s.intermediate_size >= 2048 ? kColumnBands : 2);
 }
 
 }  // namespace mok::cuda::sm90

@@ -14,7 +14,7 @@ template <class R>
 struct GateUpProduct {
   using Rank = R;
 
-  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.hidden; }
+  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.hidden_size; }
 
   __device__ static __forceinline__ void load(const R& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     const int32_t steps = t.steps, row = t.ring_row, column = t.part * kGateUpColumns, expert = t.expert;

@@ -24,11 +24,11 @@ class HiddenGrad {
     float dot;
   };
 
-  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.hidden; }
+  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.hidden_size; }
 
   // Those of a tile that have columns.
   __device__ static __forceinline__ int32_t chunks(const Shape& s, int32_t part) {
-    const int64_t columns = smaller<int64_t>(kTileColumns, s.intermediate - part * kTileColumns);
+    const int64_t columns = smaller<int64_t>(kTileColumns, s.intermediate_size - part * kTileColumns);
     return static_cast<int32_t>(ceil_div(columns, kChunkColumns));
   }
 

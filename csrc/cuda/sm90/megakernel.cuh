@@ -156,8 +156,8 @@ __device__ __forceinline__ void depart(const Launch<typename W::Rank>& launch, c
   if (failed(rank)) W::spoil(rank);
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
-    for (int32_t group = 0; group < kColumnGroups; ++group) {  // peers come with more only when this call has ended
-      header.arrived_before[group] = load_acquire_sys(&header.arrived[group]);
+    for (int32_t band = 0; band < kColumnBands; ++band) {  // peers come with more only when this call has ended
+      header.arrived_before[band] = load_acquire_sys(&header.arrived[band]);
     }
     header.cycles += *reinterpret_cast<volatile int64_t*>(&rank.header().cycles);
     header.call = s.call;

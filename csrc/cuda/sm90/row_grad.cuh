@@ -12,7 +12,7 @@ class RowGrad {
   using Rank = BackwardRank;
 
   static constexpr int32_t kProducts = 2;  // with dgate and with dup
-  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.intermediate; }
+  __device__ static __forceinline__ int64_t depth(const Shape& s) { return s.intermediate_size; }
 
   __device__ static __forceinline__ void load(const Rank& rank, Shared& s, const QueuedTask& t, Loader& loader) {
     const int32_t count = t.steps / kProducts, row = t.ring_row, column = t.part * kTileColumns, expert = t.expert;

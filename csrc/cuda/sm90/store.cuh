@@ -8,7 +8,7 @@ namespace mok::cuda::sm90 {
 // Each row of the tile goes straight to its slot at its source.
 __device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& arena, const QueuedTask& t, Shared& s,
                                           StoreSide& side) {
-  const int64_t h = rank.shape.hidden, column = t.part * kTileColumns;
+  const int64_t h = rank.shape.hidden_size, column = t.part * kTileColumns;
   const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
   for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
     const uint8_t* staged = side.acquire(s.tiles, warpgroup);

@@ -36,11 +36,11 @@ struct Arrays {
   Dimensions like_wi, like_wo;    // [E_local, H, I], [E_local, I, H]
 
   explicit Arrays(const Shape& s)
-      : wide{u64(s.hidden), u64(s.ring_rows)},
-        narrow{u64(s.intermediate), u64(s.ring_rows)},
-        pair{u64(s.intermediate), 2, u64(s.ring_rows)},
-        like_wi{u64(s.intermediate), u64(s.hidden), u64(s.local_experts)},
-        like_wo{u64(s.hidden), u64(s.intermediate), u64(s.local_experts)} {}
+      : wide{u64(s.hidden_size), u64(s.ring_rows)},
+        narrow{u64(s.intermediate_size), u64(s.ring_rows)},
+        pair{u64(s.intermediate_size), 2, u64(s.ring_rows)},
+        like_wi{u64(s.intermediate_size), u64(s.hidden_size), u64(s.local_experts)},
+        like_wo{u64(s.hidden_size), u64(s.intermediate_size), u64(s.local_experts)} {}
 };
 
 }  // namespace

@@ -20,12 +20,13 @@ struct WeightTile {
   int32_t index, high;  // of `high` tiles above each other, neighbours in the list, this is number `index`
 
   __device__ __forceinline__ WeightTile(const Shape& s, int32_t part) {
-    const int32_t wi_across = static_cast<int32_t>(ceil_div(s.intermediate, kTileColumns));
-    const int32_t wi_down = static_cast<int32_t>(ceil_div(s.hidden, kRowBlock)), wi_tiles = 2 * wi_across * wi_down;
+    const int32_t wi_across = static_cast<int32_t>(ceil_div(s.intermediate_size, kTileColumns));
+    const int32_t wi_down = static_cast<int32_t>(ceil_div(s.hidden_size, kRowBlock)),
+                  wi_tiles = 2 * wi_across * wi_down;
     const bool wo = part >= wi_tiles;
     const int32_t tile = wo ? part - wi_tiles : part;
-    const int32_t across = wo ? static_cast<int32_t>(ceil_div(s.hidden, kTileColumns)) : 2 * wi_across;
-    const int32_t down = wo ? static_cast<int32_t>(ceil_div(s.intermediate, kRowBlock)) : wi_down;
+    const int32_t across = wo ? static_cast<int32_t>(ceil_div(s.hidden_size, kTileColumns)) : 2 * wi_across;
+    const int32_t down = wo ? static_cast<int32_t>(ceil_div(s.intermediate_size, kRowBlock)) : wi_down;
     const int32_t first = tile / (kRunRows * across) * kRunRows, rest = tile % (kRunRows * across);
     high = smaller(kRunRows, down - first);
     index = rest % high;

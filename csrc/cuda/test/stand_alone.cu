@@ -168,14 +168,14 @@ class Step {
             .rank = 0,
             .tokens = in.tokens / setting.ranks,
             .top_k = in.top_k,
-            .hidden = in.hidden,
-            .intermediate = in.intermediate,
+            .hidden_size = in.hidden,
+            .intermediate_size = in.intermediate,
             .local_experts = in.experts / setting.ranks,
             .ring_rows = 0,
             .minibatch_rows = o.one("minibatch-rows")};
     if (in.tokens % s.ranks != 0 || in.experts % s.ranks != 0) throw std::runtime_error("ranks must divide all");
     s.ring_rows = setting.ring_rows > 0 ? smaller(setting.ring_rows, max_rows(s)) : max_rows(s);
-    const int64_t n = s.ranks, ring = n * s.ring_rows, h = s.hidden, inner = s.intermediate;
+    const int64_t n = s.ranks, ring = n * s.ring_rows, h = s.hidden_size, inner = s.intermediate_size;
     const Save save = static_cast<Save>(setting.save);
     const bool overflow = max_rows(s) > s.ring_rows;
     const int64_t pre_activations = ring * pre_activation_width(inner) * 2;
