@@ -349,12 +349,19 @@ def _count_megakernel(
     weights = [(a.shape, x.dtype) for a in (wi, wi, wo) if a.dtype != x.dtype]
     return (call.ring_rows, call.max_rows), {
         "residuals": _bytes([kept.row_table, kept.expert_rows, *saved]),
-        "arena": native.library().arena_bytes(tokens=tokens, top_k=top_k, hidden=layer.hidden_size),
+        "arena": _arena_bytes(mesh.expert, tokens, top_k, layer.hidden_size),
         "workspace": _bytes([forward.workspace]),
         "weight_copy": _bytes(weights),
         "forward_buffers": _bytes(forward.rings) - _bytes(saved),
         "backward_buffers": _bytes(backward.scratch),
     }
+
+
+def _arena_bytes(ranks: int, tokens: int, top_k: int, hidden: int) -> int:
+    """Of what peers read and write, outside XLA's memory; alone, a rank has it in its workspace."""
+    if ranks == 1:
+        return 0
+    return native.library().arena_bytes(ranks=ranks, tokens=tokens, top_k=top_k, hidden=hidden)
 
 
 def _count_xla(

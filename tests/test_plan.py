@@ -115,9 +115,11 @@ def test_bytes_are_those_of_a_traced_step(asked):
 def test_arena_has_room_for_what_peers_read_and_write(shape):
     """``x`` and ``dy``; for each slot a row, its router weight and that one's gradient, and its expert id twice."""
     tokens, top_k, hidden = shape
-    size = native.library().arena_bytes(tokens=tokens, top_k=top_k, hidden=hidden)
+    sizes = {"tokens": tokens, "top_k": top_k, "hidden": hidden}
+    size = native.library().arena_bytes(ranks=2, **sizes)
     content = 2 * tokens * hidden * 2 + tokens * top_k * (hidden * 2 + 4 * 4)
-    assert size.bit_count() == 1 and content < size < 2 * (content + 16384)
+    assert content < size < content + 16384
+    assert native.library().arena_bytes(ranks=1, **sizes) < size - 2 * tokens * hidden * 2 + 16384
 
 
 def test_a_known_cluster():

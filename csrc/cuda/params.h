@@ -35,12 +35,15 @@ struct Rank {
   bf16* rows;                    // [ring_rows, H], of x
   bf16* hidden;                  // [ring_rows, I]; in the backward times the router weight
 
-  uint8_t* workspace;      // WorkspaceLayout
-  uint8_t* const* arenas;  // [ranks], DeviceArena of each
-  Failure* host_failure;   // mapped host memory
+  uint8_t* workspace;          // WorkspaceLayout
+  uint8_t* arenas[kMaxRanks];  // DeviceArena of each rank
+  DeviceState* device;
+  Failure* host_failure;  // the device's, in mapped host memory
 
   __device__ WorkspaceHeader& header() const { return *reinterpret_cast<WorkspaceHeader*>(workspace); }
   __device__ ArenaHeader& arena_header(int64_t rank) const { return *reinterpret_cast<ArenaHeader*>(arenas[rank]); }
+  // The number of the call, from 1. An arena that is new with every call holds no number yet.
+  __device__ int64_t call() const { return shape.ranks == 1 ? 1 : arena_header(shape.rank).call + 1; }
   template <class T>
   __device__ T* in_workspace(int64_t offset) const {
     return reinterpret_cast<T*>(workspace + offset);

@@ -8,8 +8,7 @@ namespace mok::cuda {
 
 // Records the first failure of the device: for every waiter here, and for the host.
 inline __device__ __noinline__ void fail(const Rank& rank, FailureCode code, int32_t task, int32_t counter) {
-  Failure& failure = rank.arena_header(rank.shape.rank).failure;
-  if (atomicCAS(&failure.code, 0, static_cast<int32_t>(code)) != 0) return;
+  if (atomicCAS(&rank.device->failure.code, 0, static_cast<int32_t>(code)) != 0) return;
   rank.host_failure->rank = static_cast<int32_t>(rank.shape.rank);
   rank.host_failure->task = task;
   rank.host_failure->counter = counter;
@@ -17,9 +16,7 @@ inline __device__ __noinline__ void fail(const Rank& rank, FailureCode code, int
   *reinterpret_cast<volatile int32_t*>(&rank.host_failure->code) = static_cast<int32_t>(code);
 }
 
-__device__ __forceinline__ bool failed(const Rank& rank) {
-  return load_relaxed_sys(&rank.arena_header(rank.shape.rank).failure.code) != 0;
-}
+__device__ __forceinline__ bool failed(const Rank& rank) { return load_relaxed_sys(&rank.device->failure.code) != 0; }
 
 // Until ready(); false: out of time (reported), or the call has failed elsewhere.
 template <class Ready>

@@ -19,12 +19,7 @@ struct Block {
   const int64_t call;
 
   __device__ Block(const Rank& r, int32_t index, int32_t count)
-      : rank(r),
-        arena(r.shape),
-        layout(r.shape),
-        index(index),
-        count(count),
-        call(r.arena_header(r.shape.rank).call + 1) {}
+      : rank(r), arena(r.shape), layout(r.shape), index(index), count(count), call(r.call()) {}
 
   // All CTAs of the rank; their earlier writes are visible afterwards. False: failed.
   __device__ bool barrier(int32_t number) {
@@ -77,9 +72,16 @@ __device__ void fill_arena(Block& b) {
   if (bad_tokens) atomicAdd(&rank.header().bad_tokens, bad_tokens);
 }
 
-// Tells every rank that this one has begun the call, and waits until all have.
+// Tells every rank that this one has begun the call, and waits until all have. Alone, the rank has an arena that is new
+// with the call.
 __device__ bool meet(Block& b) {
   const Rank& rank = b.rank;
+  if (rank.shape.ranks == 1) {
+    ArenaHeader& header = rank.arena_header(0);
+    if (b.index == 0 && threadIdx.x < kColumnBands)
+      header.arrived[threadIdx.x] = header.arrived_before[threadIdx.x] = 0;
+    return true;
+  }
   ArenaHeader& mine = rank.arena_header(rank.shape.rank);
   bool here = true;
   const int64_t peer = threadIdx.x;

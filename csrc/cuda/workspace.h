@@ -1,8 +1,6 @@
-// Device memory of one call of one rank besides its results: what the schedule kernel hands to the layer's kernel. And
-// the arena's header, the words through which ranks meet.
+// Device memory of one call of one rank besides its results: what the schedule kernel hands to the layer's kernel. The
+// arena's header, the words through which ranks meet. And what a device keeps over all calls.
 #pragma once
-
-#include <bit>
 
 #include "moe/arena.h"
 #include "moe/program.h"
@@ -19,7 +17,7 @@ enum class FailureCode : int32_t {
   entry_timeout = 2,  // a peer did not start the call within entry_timeout_s
 };
 
-// All zero while nothing has failed.
+// The first of a device. All zero while nothing has failed.
 struct Failure {
   int32_t code;  // a FailureCode, as the integer that atomics take
   int32_t rank;
@@ -27,14 +25,20 @@ struct Failure {
   int32_t counter;  // which one was too low; of entry_timeout the peer
 };
 
-// At the begin of every rank's arena. Call numbers and counts only grow, over all calls.
-struct ArenaHeader {
-  int64_t call;    // calls that this rank has finished
+// What outlives all calls on a device. Of its kernels, the failure makes those that are enqueued already leave at once.
+struct DeviceState {
+  int64_t calls;   // finished, of all ranks
   int64_t cycles;  // of all CTAs of the layer kernel, in all calls
+  Failure failure;
+};
+
+// At the begin of every rank's arena. Call numbers and counts only grow, over all calls that an arena serves: one where
+// all of a call's ranks are here, since the arena is then a part of its workspace.
+struct ArenaHeader {
+  int64_t call;  // calls that this rank has finished
   // By band of columns: rows that have come back, in all calls, to which peers add; and when the current call began.
   int64_t arrived[kColumnBands], arrived_before[kColumnBands];
   int64_t entered[kMaxRanks];  // by peer: the last call that it has begun
-  Failure failure;             // sticky
 };
 inline constexpr int64_t kHeaderBytes = 4096;
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes);
@@ -45,7 +49,7 @@ struct DeviceArena {
   ArenaLayout layout;
   int64_t bytes;
 
-  MOK_FN explicit DeviceArena(const Shape& s) : layout(s, 2) {
+  MOK_FN explicit DeviceArena(const Shape& s) : layout(s, 2, s.ranks > 1) {
     bytes = kHeaderBytes + layout.bytes + round_up(s.slots() * 4, ArenaLayout::kAlignment);
   }
   MOK_FN int64_t at(int64_t offset) const { return kHeaderBytes + offset; }
@@ -53,11 +57,6 @@ struct DeviceArena {
     return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids);
   }
 };
-
-// What is allocated: a power of two, so that few different needs lead to few arenas.
-inline int64_t allocated_arena_bytes(const Shape& s) {
-  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(DeviceArena(s).bytes)));
-}
 
 // What the schedule kernel decides.
 struct Schedule {
@@ -69,7 +68,6 @@ struct Schedule {
 // Zero when a call begins.
 struct WorkspaceHeader {
   int64_t first_pull_ticket, communication_ticket, compute_ticket;
-  int64_t cycles;   // of the layer kernel's CTAs that have ended
   int32_t barrier;  // of the schedule kernel's CTAs
   int32_t valid_slots, bad_tokens;
   int32_t arrivals, departures;  // of the layer kernel's pairs of CTAs; of its CTAs
@@ -105,5 +103,10 @@ struct WorkspaceLayout {
     return at;
   }
 };
+
+// Of a rank's call. Where all ranks of a call are here, the arena follows the workspace.
+MOK_FN int64_t workspace_bytes(const Shape& s, int64_t ranks_here) {
+  return WorkspaceLayout(s).bytes + (ranks_here == s.ranks ? DeviceArena(s).bytes : 0);
+}
 
 }  // namespace mok::cuda

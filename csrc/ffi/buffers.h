@@ -65,7 +65,7 @@ struct Sizes {
     pulled = overflow || saved_rows == 0 ? ring : 0;
     replayed = overflow || saved_pre_activations == 0 ? ring : 0;
     straddle = overflow ? ranks * straddle_elements(s.hidden_size, s.intermediate_size) : 0;
-    workspace = ranks * cuda::WorkspaceLayout(s).bytes;
+    workspace = ranks * cuda::workspace_bytes(s, ranks);
     gate_and_up = pre_activation_width(s.intermediate_size);
     router_parts = router_parts_width(s.intermediate_size);
   }

@@ -1,5 +1,5 @@
-// XLA FFI handlers for GPUs. initialize makes the arena and loads every kernel; execute only launches, so that XLA can
-// capture it in a command buffer.
+// XLA FFI handlers for GPUs. initialize loads every kernel; execute only launches, so that XLA can capture it in a
+// command buffer.
 #include "ffi/cuda.h"
 
 #include <optional>
@@ -85,10 +85,8 @@ std::optional<std::string> run(const Backward<bf16>& b, cudaStream_t stream) {
 
 // Makes a call ready to be launched; reports what an earlier one ran into.
 std::optional<std::string> prepare(const Operands<bf16>& in) {
-  Shape shape = in.shape;
-  shape.minibatch_rows = minibatch_rows(in.attributes);
-  if (const auto text = cuda::failure_text()) return text;
-  return cuda::prepare(shape, in.attributes.virtual_ranks);
+  cuda::prepare(in.shape);
+  return cuda::failure_text();
 }
 
 // `stage` is given the call's buffers.

@@ -116,20 +116,24 @@ NB_MODULE(_native, m) {
       "Rows of the ring where the caller chooses none.");
   m.def(
       "workspace_bytes",
-      [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts, int64_t ring_rows) {
-        return mok::cuda::WorkspaceLayout(shape(ranks, tokens, top_k, local_experts, ring_rows)).bytes;
+      [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t local_experts, int64_t ring_rows, int64_t hidden,
+         int64_t ranks_here) {
+        mok::Shape s = shape(ranks, tokens, top_k, local_experts, ring_rows);
+        s.hidden_size = hidden;
+        return mok::cuda::workspace_bytes(s, ranks_here);
       },
       nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("local_experts"),
-      nb::arg("ring_rows"), "Bytes of schedule and counters of a call on a GPU.");
+      nb::arg("ring_rows"), nb::arg("hidden"), nb::arg("ranks_here"),
+      "Bytes of one rank's schedule and counters on a GPU, and of its arena where all ranks are in one place.");
   m.def(
       "arena_bytes",
-      [](int64_t tokens, int64_t top_k, int64_t hidden) {
-        mok::Shape s = shape(1, tokens, top_k, 1, 0);
+      [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t hidden) {
+        mok::Shape s = shape(ranks, tokens, top_k, 1, 0);
         s.hidden_size = hidden;
-        return mok::cuda::allocated_arena_bytes(s);
+        return mok::cuda::DeviceArena(s).bytes;
       },
-      nb::kw_only(), nb::arg("tokens"), nb::arg("top_k"), nb::arg("hidden"),
-      "Bytes that a GPU allocates for the memory of one rank that its peers read and write.");
+      nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("hidden"),
+      "Bytes of the memory of one rank that its peers read and write on GPUs.");
   m.def("pre_activation_width", &mok::pre_activation_width, nb::arg("intermediate"),
         "Elements of gate and up that a ring keeps of a row.");
   m.def("router_parts_width", &mok::router_parts_width, nb::arg("intermediate"),

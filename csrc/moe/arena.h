@@ -17,11 +17,12 @@ struct ArenaLayout {
 
   static constexpr int64_t kAlignment = 1024;
 
-  // `item` is the size of an element of x in bytes.
-  MOK_FN ArenaLayout(const Shape& s, int64_t item) {
+  // `item` is the size of an element of x in bytes. Without `staged` there is no room for x and dy, which a rank that
+  // is alone reads where they are.
+  MOK_FN ArenaLayout(const Shape& s, int64_t item, bool staged = true) {
     bytes = 0;
-    x = take(s.tokens * s.hidden_size * item);
-    dy = take(s.tokens * s.hidden_size * item);
+    x = take(staged ? s.tokens * s.hidden_size * item : 0);
+    dy = take(staged ? s.tokens * s.hidden_size * item : 0);
     slots = take(s.slots() * s.hidden_size * item);
     weights = take(s.slots() * 4);
     router_grads = take(s.slots() * 4);

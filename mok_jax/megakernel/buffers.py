@@ -174,7 +174,7 @@ def forward_results(call: Call, operands: Any) -> ForwardResults:
         pre_activations=Spec((ring if call.save != "nothing" else 0, _pre_activation_width(intermediate)), bits),
         rows=Spec((ring, hidden), bits),
         hidden=Spec((ring, intermediate), bits),
-        workspace=Spec((n * call.workspace_bytes,), np.uint8),
+        workspace=Spec((_workspace_bytes(call, operands),), np.uint8),
     )
 
 
@@ -201,7 +201,22 @@ def backward_results(call: Call, operands: Any) -> BackwardResults:
         row_weights=Spec((ring,), wide),
         router_parts=Spec((ring, native.library().router_parts_width(intermediate)), wide),
         straddle=Spec((straddle,), wide),
-        workspace=Spec((n * call.workspace_bytes,), np.uint8),
+        workspace=Spec((_workspace_bytes(call, operands),), np.uint8),
+    )
+
+
+def _workspace_bytes(call: Call, operands: Any) -> int:
+    """Of all virtual ranks: a GPU's schedule and counters, and what ranks that are all in one place share."""
+    n = call.virtual_ranks
+    tokens, hidden = operands.x.shape
+    return n * native.library().workspace_bytes(
+        ranks=call.ranks,
+        tokens=tokens // n,
+        top_k=operands.expert_weights.shape[1],
+        local_experts=operands.wi_0.shape[0] // n,
+        ring_rows=call.ring_rows,
+        hidden=hidden,
+        ranks_here=n,
     )
 
 

@@ -27,7 +27,6 @@ class Call:
     ranks: int
     ring_rows: int
     max_rows: int
-    workspace_bytes: int
     activation: Activation
     activation_limit: float | None
     config: MoKConfig
@@ -80,5 +79,4 @@ def make_call(ranks, tokens, top_k, local_experts, activation, activation_limit,
     library = native.library()
     max_rows = library.max_rows(**bounds)
     ring_rows = min(max_rows, config.ring_rows or library.default_ring_rows(**bounds))
-    workspace_bytes = library.workspace_bytes(**bounds, ring_rows=ring_rows)
-    return Call(ranks, ring_rows, max_rows, workspace_bytes, activation, activation_limit, config)
+    return Call(ranks, ring_rows, max_rows, activation, activation_limit, config)

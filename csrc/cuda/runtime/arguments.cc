@@ -31,9 +31,11 @@ void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
   rank.expert_rows = nth(c.expert_rows, i, s.local_experts);
   rank.rows = nth(c.rows, i, s.ring_rows * s.hidden_size);
   rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate_size);
-  rank.workspace = nth(c.workspace, i, WorkspaceLayout(s).bytes);
-  rank.arenas = device.arenas.at(c.ranks_here).table;
-  rank.host_failure = Runtime::instance().host_failure;
+  const int64_t bytes = workspace_bytes(s, c.ranks_here);
+  rank.workspace = c.workspace + i * bytes;
+  for (int32_t r = 0; r < c.ranks_here; ++r) rank.arenas[r] = c.workspace + r * bytes + WorkspaceLayout(s).bytes;
+  rank.device = device.state;
+  rank.host_failure = device.failure;
 }
 
 }  // namespace

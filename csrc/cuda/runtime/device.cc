@@ -1,8 +1,5 @@
 #include "cuda/runtime/device.h"
 
-#include <utility>
-#include <vector>
-
 #include "cuda/schedule.h"
 
 namespace mok::cuda {
@@ -41,32 +38,24 @@ Error load_kernels(Device& device, const Shape& shape) {
   return std::nullopt;
 }
 
-// Of all ranks in one piece of memory, that of the first one first. Only the headers must be zero.
-Error make_arenas(Arenas& arenas, const Shape& shape, int32_t ranks_here) {
-  const int64_t bytes = allocated_arena_bytes(shape);
-  if (bytes <= arenas.bytes) return std::nullopt;
-  uint8_t* first;
-  MOK_CUDA_TRY(cudaMalloc(&first, bytes * ranks_here));
-  std::vector<uint8_t*> table(ranks_here);
-  for (int32_t r = 0; r < ranks_here; ++r) {
-    table[r] = first + r * bytes;
-    MOK_CUDA_TRY(cudaMemset(table[r], 0, kHeaderBytes));
-  }
-  MOK_CUDA_TRY(cudaMalloc(&arenas.table, ranks_here * sizeof(uint8_t*)));
-  MOK_CUDA_TRY(cudaMemcpy(arenas.table, table.data(), ranks_here * sizeof(uint8_t*), cudaMemcpyHostToDevice));
-  MOK_CUDA_TRY(cudaDeviceSynchronize());
-  arenas.bytes = bytes;
-  arenas.first = first;
-  return std::nullopt;
-}
-
-Error make_host_failure(Runtime& runtime) {
-  if (runtime.host_failure) return std::nullopt;
+Error make_state(Device& device) {
+  if (device.state) return std::nullopt;
   Failure* failure;
   MOK_CUDA_TRY(cudaHostAlloc(&failure, sizeof(Failure), cudaHostAllocMapped | cudaHostAllocPortable));
   *failure = {};
-  runtime.host_failure = failure;
+  DeviceState* state;
+  MOK_CUDA_TRY(cudaMalloc(&state, sizeof(DeviceState)));
+  MOK_CUDA_TRY(cudaMemset(state, 0, sizeof(DeviceState)));
+  MOK_CUDA_TRY(cudaDeviceSynchronize());
+  device.failure = failure;
+  device.state = state;
   return std::nullopt;
+}
+
+Error make_ready(Device& device, int id, const Shape& shape) {
+  if (auto error = look_up(device, id)) return error;
+  if (auto error = make_state(device)) return error;
+  return load_kernels(device, shape);
 }
 
 }  // namespace
@@ -76,16 +65,17 @@ Runtime& Runtime::instance() {
   return *runtime;
 }
 
-Error prepare(const Shape& shape, int32_t ranks_here) {
-  Runtime& runtime = Runtime::instance();
-  const std::lock_guard lock(runtime.mutex);
-  int id;
-  MOK_CUDA_TRY(cudaGetDevice(&id));
-  if (auto error = make_host_failure(runtime)) return error;
-  Device& device = runtime.devices[id];
-  if (auto error = look_up(device, id)) return error;
-  if (auto error = load_kernels(device, shape)) return error;
-  return make_arenas(device.arenas[ranks_here], shape, ranks_here);
+Device& Runtime::device(int id) {
+  const std::lock_guard lock(mutex_);
+  return devices_[id];
+}
+
+void prepare(const Shape& shape) {
+  int id = -1;
+  cudaGetDevice(&id);
+  Device& device = Runtime::instance().device(id);
+  const std::lock_guard lock(device.mutex);
+  device.error = make_ready(device, id, shape);
 }
 
 }  // namespace mok::cuda

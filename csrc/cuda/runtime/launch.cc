@@ -18,10 +18,13 @@ Error refuse_too_many_ranks(const Device& device, int32_t ranks_here) {
          std::to_string(most) + " at once";
 }
 
+// Of virtual ranks the headers of their arenas, too: they meet there before one of them could clear its own.
 template <class R>
 Error clear_counters(const std::vector<R>& ranks, cudaStream_t stream) {
   for (const R& rank : ranks) {
     MOK_CUDA_TRY(cudaMemsetAsync(rank.workspace, 0, WorkspaceLayout(rank.shape).zeroed, stream));
+    if (ranks.size() == 1) continue;
+    MOK_CUDA_TRY(cudaMemsetAsync(rank.arenas[rank.shape.rank], 0, kHeaderBytes, stream));
   }
   return std::nullopt;
 }
@@ -51,11 +54,11 @@ Error launch_layer(const Device& device, const Call& call, const std::vector<R>&
 
 template <class R, class C>
 Error launch(const C& call, cudaStream_t stream) {
-  Runtime& runtime = Runtime::instance();
-  const std::lock_guard lock(runtime.mutex);
   int id;
   MOK_CUDA_TRY(cudaGetDevice(&id));
-  Device& device = runtime.devices[id];
+  Device& device = Runtime::instance().device(id);
+  const std::lock_guard lock(device.mutex);
+  if (device.error) return device.error;
   if (auto error = refuse_too_many_ranks(device, call.ranks_here)) return error;
   std::vector<R> ranks(call.ranks_here);
   for (int32_t i = 0; i < call.ranks_here; ++i) fill(call, i, device, ranks[i]);

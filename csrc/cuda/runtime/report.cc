@@ -21,30 +21,25 @@ std::string describe(const Failure& failure) {
   return waited + "before a " + kTaskNames[failure.task] + " task for counter " + std::to_string(failure.counter);
 }
 
-// Of one rank alone on the current device; null: there is none. The lock is given back before anything waits for the
-// device, as launches of others need it.
-const uint8_t* lone_arena() {
-  int id;
-  if (cudaGetDevice(&id) != cudaSuccess) return nullptr;
-  Runtime& runtime = Runtime::instance();
-  const std::lock_guard lock(runtime.mutex);
-  return runtime.devices[id].arenas[1].first;
-}
-
 }  // namespace
 
 Cycles cycles() {
-  const uint8_t* arena = lone_arena();
-  ArenaHeader header{};
-  if (!arena || cudaDeviceSynchronize() != cudaSuccess) return {};
-  if (cudaMemcpy(&header, arena, sizeof(header), cudaMemcpyDeviceToHost) != cudaSuccess) return {};
-  return {header.call, header.cycles};
+  int id;
+  if (cudaGetDevice(&id) != cudaSuccess) return {};
+  const DeviceState* there = Runtime::instance().device(id).state;
+  DeviceState state{};
+  if (!there || cudaDeviceSynchronize() != cudaSuccess) return {};
+  if (cudaMemcpy(&state, there, sizeof(state), cudaMemcpyDeviceToHost) != cudaSuccess) return {};
+  return {state.calls, state.cycles};
 }
 
 std::optional<std::string> failure_text() {
-  const Failure* failure = Runtime::instance().host_failure;
-  if (!failure || code_of(*failure) == FailureCode::none) return std::nullopt;
-  return describe(*failure) + "; restart the process";
+  std::optional<std::string> text;
+  Runtime::instance().for_each_device([&](int id, const Device& device) {
+    if (text || !device.failure || code_of(*device.failure) == FailureCode::none) return;
+    text = "GPU " + std::to_string(id) + ", " + describe(*device.failure) + "; restart the process";
+  });
+  return text;
 }
 
 }  // namespace mok::cuda

@@ -7,14 +7,14 @@
 
 namespace mok::cuda {
 
-// Calls of one rank alone that the current device has completed, and the clock cycles of all CTAs of their layer
-// kernels. Waits for the device, so not while a graph is captured; begins anew when a bigger arena is made.
+// Calls that the current device has completed, of virtual ranks each one, and the clock cycles of all CTAs of their
+// layer kernels. Waits for the device, so not while a graph is captured.
 struct Cycles {
   int64_t calls, cycles;
 };
 Cycles cycles();
 
-// What a device has reported of an earlier call, if anything. Reads host memory only.
+// What a device has reported of an earlier call, if any has. Reads host memory only.
 std::optional<std::string> failure_text();
 
 }  // namespace mok::cuda

@@ -144,23 +144,24 @@ __device__ __forceinline__ void depart(const Launch<typename W::Rank>& launch, c
                                        Shared& s) {
   __threadfence();
   cluster_barrier();  // nobody needs this CTA's shared memory any more
-  bool last = false;
+  bool last = false, spoils = false;
   if (thread_index() == 0) {
-    add(rank.header().cycles, clock64() - s.began);
+    add(rank.device->cycles, clock64() - s.began);
     __threadfence();
     const int32_t ranks = launch.ranks_here, pairs = static_cast<int32_t>(gridDim.x) / kPair;
     last = atomicAdd(&rank.header().departures, 1) == (pairs - s.here + ranks - 1) / ranks * kPair - 1;
     __threadfence();
+    spoils = last && failed(rank);  // asked once: all threads must agree
   }
   if (!__syncthreads_or(last)) return;
-  if (failed(rank)) W::spoil(rank);
+  if (__syncthreads_or(spoils)) W::spoil(rank);
   if (thread_index() == 0) {
     ArenaHeader& header = rank.arena_header(rank.shape.rank);
     for (int32_t band = 0; band < kColumnBands; ++band) {  // peers come with more only when this call has ended
       header.arrived_before[band] = load_acquire_sys(&header.arrived[band]);
     }
-    header.cycles += *reinterpret_cast<volatile int64_t*>(&rank.header().cycles);
     header.call = s.call;
+    add(rank.device->calls, 1);
   }
 }
 
@@ -192,7 +193,7 @@ __device__ __forceinline__ void run(const Launch<typename W::Rank>& launch) {
   arrive<W>(launch, s);
   const typename W::Rank& rank = launch.rank(s.here);
   if (thread_index() == 0) {
-    s.call = rank.arena_header(rank.shape.rank).call + 1;
+    s.call = rank.call();
     if (s.goes_on) s.schedule = *rank.template in_workspace<Schedule>(WorkspaceLayout(rank.shape).schedule);
   }
   __syncthreads();

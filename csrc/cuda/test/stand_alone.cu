@@ -208,7 +208,7 @@ class Step {
     f.pre_activations = make<bf16>("", save == Save::nothing ? 0 : pre_activations);
     f.rows = make<bf16>("", ring * h * 2);
     f.hidden = make<bf16>("", ring * inner * 2);
-    f.workspace = make<uint8_t>("", n * WorkspaceLayout(s).bytes);
+    f.workspace = make<uint8_t>("", n * workspace_bytes(s, n));
 
     BackwardCall& b = backward_;
     static_cast<Call&>(b) = c;
@@ -230,8 +230,8 @@ class Step {
     b.row_weights = make<float>("", ring * 4);
     b.router_parts = make<float>("", ring * router_parts_width(inner) * 4);
     b.straddle = make<float>("", overflow ? straddle : 0);
-    b.workspace = make<uint8_t>("", n * WorkspaceLayout(s).bytes);
-    check(prepare(s, c.ranks_here));
+    b.workspace = make<uint8_t>("", n * workspace_bytes(s, n));
+    prepare(s);
   }
 
   Results run(bool poison) {
