@@ -17,6 +17,9 @@ from mok_jax import native
 # in the 227 KiB that a block can have.
 MOST_LOCAL_EXPERTS_ON_GPU = (227 * 1024 // 4 - 1) // 10
 
+# Ranks of a group, kMaxRanks in csrc/cuda/workspace.h.
+LARGEST_GROUP = 72
+
 # In the words of `jax.Device.platform`, which does not tell NVIDIA's GPUs from others: their compute capability does.
 _LOWERED_PLATFORMS = {"gpu": "cuda"}
 
@@ -121,10 +124,10 @@ def _why_not_on_gpus(x: Any, wi_0: Any, ranks: int, activation: str) -> Exceptio
             f"activation is {activation!r}; on GPUs implementation=\"megakernel\" has 'swiglu' only so far: "
             "activation='swiglu', or implementation=\"xla\""
         )
-    if ranks > 1:
-        return NotImplementedError(
-            f'EP is {ranks}; on GPUs implementation="megakernel" runs on one so far: axis_name=None (a layer: a mesh '
-            'whose expert axis has size 1), or implementation="xla"'
+    if ranks > LARGEST_GROUP:
+        return ValueError(
+            f'EP is {ranks}; on GPUs implementation="megakernel" has room for the {LARGEST_GROUP} of an NVLink domain, '
+            'the nearest legal value; or use implementation="xla"'
         )
     return None
 

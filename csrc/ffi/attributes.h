@@ -18,8 +18,9 @@ struct Attributes {
   int64_t delay_seed = of.attribute<int64_t>("delay_seed");                        // CPU; 0: no delays
   double entry_timeout_s = of.attribute<double>("entry_timeout_s");
   double timeout_s = of.attribute<double>("timeout_s");
-  int32_t communication_sms = of.attribute<int32_t>("communication_sms");  // GPU; or -1
-  int32_t reserved_sms = of.attribute<int32_t>("reserved_sms");            // GPU; or -1
+  int32_t communication_sms = of.attribute<int32_t>("communication_sms");              // GPU; or -1
+  int32_t reserved_sms = of.attribute<int32_t>("reserved_sms");                        // GPU; or -1
+  ffi::Span<const int64_t> groups = of.attribute<ffi::Span<const int64_t>>("groups");  // GPU; see groups_of
   int32_t virtual_ranks = of.attribute<int32_t>("virtual_ranks");  // that one GPU runs side by side: 1, but in tests
 };
 

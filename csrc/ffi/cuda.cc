@@ -1,5 +1,5 @@
-// XLA FFI handlers for GPUs. initialize loads every kernel; execute only launches, so that XLA can capture it in a
-// command buffer.
+// XLA FFI handlers for GPUs. prepare asks XLA for the communicator of the call's group; initialize loads every kernel
+// and makes the arenas that a group shares; execute only launches, so that XLA can capture it in a command buffer.
 #include "ffi/cuda.h"
 
 #include <optional>
@@ -7,8 +7,10 @@
 
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/launch.h"
+#include "cuda/runtime/peers.h"
 #include "cuda/runtime/report.h"
 #include "ffi/buffers.h"
+#include "ffi/collectives.h"
 
 namespace mok::xla_ffi {
 namespace {
@@ -23,10 +25,12 @@ ffi::Error to_error(const std::optional<std::string>& text) {
 int64_t minibatch_rows(const Attributes& a) { return a.minibatch_rows > 0 ? a.minibatch_rows : 64 * kRowBlock; }
 
 // What both directions have alike.
-void begin_call(const Operands<bf16>& in, cuda::Call& c) {
+void begin_call(const Operands<bf16>& in, const cuda::Peers* peers, cuda::Call& c) {
   const Attributes& a = in.attributes;
   c.shape = in.shape;
+  c.shape.rank = peers ? peers->rank : 0;
   c.shape.minibatch_rows = minibatch_rows(a);
+  c.peers = peers;
   c.save = in.save;
   c.activation = static_cast<Activation>(a.activation);
   c.activation_limit = a.activation_limit;
@@ -43,9 +47,9 @@ void begin_call(const Operands<bf16>& in, cuda::Call& c) {
   c.wo = in.wo;
 }
 
-std::optional<std::string> run(const Forward<bf16>& f, cudaStream_t stream) {
+std::optional<std::string> run(const Forward<bf16>& f, const cuda::Peers* peers, cudaStream_t stream) {
   cuda::ForwardCall c{};
-  begin_call(f.in, c);
+  begin_call(f.in, peers, c);
   c.out = f.y;
   c.row_table = f.row_table;
   c.expert_rows = f.expert_rows;
@@ -57,9 +61,9 @@ std::optional<std::string> run(const Forward<bf16>& f, cudaStream_t stream) {
   return cuda::launch_forward(c, stream);
 }
 
-std::optional<std::string> run(const Backward<bf16>& b, cudaStream_t stream) {
+std::optional<std::string> run(const Backward<bf16>& b, const cuda::Peers* peers, cudaStream_t stream) {
   cuda::BackwardCall c{};
-  begin_call(b.in, c);
+  begin_call(b.in, peers, c);
   c.dy = b.dy;
   c.out = b.dx;
   c.row_table = b.row_table;
@@ -83,10 +87,50 @@ std::optional<std::string> run(const Backward<bf16>& b, cudaStream_t stream) {
   return cuda::launch_backward(c, stream);
 }
 
+// Whether ranks of the call are elsewhere.
+bool has_peers(const Operands<bf16>& in) { return in.shape.ranks > in.attributes.virtual_ranks; }
+
+std::optional<std::string> no_communicators() {
+  return "this XLA lends no communicators to FFI calls; expert parallelism on GPUs wants jaxlib 0.11.2 or newer";
+}
+
+// Requested anew for every execution: that XLA then holds its lock orders programs that run at the same time alike on
+// all devices.
+std::optional<std::string> request(const Operands<bf16>& in, std::optional<Communicators>& communicators) {
+  if (!has_peers(in)) return std::nullopt;
+  if (!communicators) return no_communicators();
+  const ffi::Error error =
+      communicators->RequestCommunicator(ffi::GroupMode::kFlattenedId, groups_of(in.attributes), 0);
+  return error.failure() ? std::optional(error.message()) : std::nullopt;
+}
+
+// The communicator of the call's group, as NCCL knows it.
+std::optional<std::string> borrow(const Operands<bf16>& in, std::optional<Communicators>& communicators, void*& found) {
+  if (!communicators) return no_communicators();
+  const auto got = communicators->GetCommunicator(ffi::GroupMode::kFlattenedId, groups_of(in.attributes), 0);
+  if (got.has_error()) return got.error().message();
+  found = *got;
+  return std::nullopt;
+}
+
 // Makes a call ready to be launched; reports what an earlier one ran into.
-std::optional<std::string> prepare(const Operands<bf16>& in) {
+std::optional<std::string> initialize_call(const Operands<bf16>& in, std::optional<Communicators>& communicators) {
+  if (const auto text = cuda::failure_text()) return text;
   cuda::prepare(in.shape);
-  return cuda::failure_text();
+  if (!has_peers(in)) return std::nullopt;
+  void* communicator;
+  if (const auto error = borrow(in, communicators, communicator)) return error;
+  return cuda::make_peers(communicator, in.shape);
+}
+
+// Where a call's peers are; null where there are none.
+std::optional<std::string> find_peers(const Operands<bf16>& in, std::optional<Communicators>& communicators,
+                                      const cuda::Peers*& peers) {
+  if (!has_peers(in)) return std::nullopt;
+  void* communicator;
+  if (const auto error = borrow(in, communicators, communicator)) return error;
+  peers = cuda::find_peers(communicator, in.shape);
+  return peers ? std::nullopt : std::optional<std::string>("the call's arenas were not made");
 }
 
 // `stage` is given the call's buffers.
@@ -102,32 +146,65 @@ ffi::Error with_buffers(const ffi::RemainingArgs& operands, const ffi::Remaining
 }
 
 template <template <class> class Buffers>
-ffi::Error initialize(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes) {
+ffi::Error prepare(std::optional<Communicators> communicators, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
   return with_buffers<Buffers>(operands, results, attributes,
-                               [](const Buffers<bf16>& buffers) { return prepare(buffers.in); });
+                               [&](const Buffers<bf16>& buffers) { return request(buffers.in, communicators); });
 }
 
 template <template <class> class Buffers>
-ffi::Error execute(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                   ffi::Dictionary attributes) {
-  return with_buffers<Buffers>(operands, results, attributes,
-                               [&](const Buffers<bf16>& buffers) { return run(buffers, stream); });
+ffi::Error initialize(std::optional<Communicators> communicators, ffi::RemainingArgs operands,
+                      ffi::RemainingRets results, ffi::Dictionary attributes) {
+  return with_buffers<Buffers>(operands, results, attributes, [&](const Buffers<bf16>& buffers) {
+    return initialize_call(buffers.in, communicators);
+  });
 }
 
+template <template <class> class Buffers>
+ffi::Error execute(std::optional<Communicators> communicators, cudaStream_t stream, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results, ffi::Dictionary attributes) {
+  return with_buffers<Buffers>(operands, results, attributes,
+                               [&](const Buffers<bf16>& buffers) -> std::optional<std::string> {
+                                 const cuda::Peers* peers = nullptr;
+                                 if (auto error = find_peers(buffers.in, communicators, peers)) return error;
+                                 return run(buffers, peers, stream);
+                               });
+}
+
+auto bind_prepare() {
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
+      .Ctx<MaybeCommunicators>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
 auto bind_initialize() {
-  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs();
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+      .Ctx<MaybeCommunicators>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
 }
 auto bind_execute() {
-  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs();
+  return ffi::Ffi::Bind()
+      .Ctx<MaybeCommunicators>()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
 }
 
 }  // namespace
 }  // namespace mok::xla_ffi
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_forward_prepare, mok::xla_ffi::prepare<mok::xla_ffi::Forward>,
+                              mok::xla_ffi::bind_prepare());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_forward_initialize, mok::xla_ffi::initialize<mok::xla_ffi::Forward>,
                               mok::xla_ffi::bind_initialize());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_forward, mok::xla_ffi::execute<mok::xla_ffi::Forward>,
                               mok::xla_ffi::bind_execute(), {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_backward_prepare, mok::xla_ffi::prepare<mok::xla_ffi::Backward>,
+                              mok::xla_ffi::bind_prepare());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_backward_initialize, mok::xla_ffi::initialize<mok::xla_ffi::Backward>,
                               mok::xla_ffi::bind_initialize());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mok_cuda_backward, mok::xla_ffi::execute<mok::xla_ffi::Backward>,

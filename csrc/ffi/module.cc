@@ -66,8 +66,10 @@ nb::dict cuda_handlers() {
   nb::dict directions;
 #ifdef MOK_WITH_CUDA
   nb::dict forward, backward;
+  forward["prepare"] = handler(mok_cuda_forward_prepare);
   forward["initialize"] = handler(mok_cuda_forward_initialize);
   forward["execute"] = handler(mok_cuda_forward);
+  backward["prepare"] = handler(mok_cuda_backward_prepare);
   backward["initialize"] = handler(mok_cuda_backward_initialize);
   backward["execute"] = handler(mok_cuda_backward);
   directions["forward"] = forward;

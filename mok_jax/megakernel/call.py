@@ -32,6 +32,8 @@ class Call:
     config: MoKConfig
     differentiated: bool = False
     weight_grad_dtype: np.dtype | None = None
+    axes: tuple[str, ...] = ()
+    """Of the mesh, those that the ranks are along, the first one slowest."""
     virtual_ranks: int = 1
     """Ranks that one GPU runs side by side, their arrays one after the other: more than 1 in tests alone."""
 

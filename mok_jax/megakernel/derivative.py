@@ -37,17 +37,22 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation,
     ranks = group_size(axis_name)
     shape = ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0]
     call = make_call(*shape, activation, activation_limit, config)
+    call = dataclasses.replace(call, axes=_axes(axis_name))
     arguments = x, expert_ids, expert_weights, wi_0, wi_1, wo
     varied = vary_alike(*arguments, axis_name=axis_name)
     y, expert_rows, bad_tokens = _moe(call, axis_name, arguments, *varied)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
 
 
+def _axes(axis_name) -> tuple[str, ...]:
+    return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
 def coordinates(axis_name):
     """int32 ``[2]``: this rank within its expert-parallel group, and the number of the group in the mesh."""
     if axis_name is None:
         return jnp.zeros(2, jnp.int32)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = _axes(axis_name)
     others = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis not in axes)
     group = jax.lax.axis_index(others) if others else 0
     return jnp.stack([jax.lax.axis_index(axes), group]).astype(jnp.int32)

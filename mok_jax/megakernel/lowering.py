@@ -6,6 +6,7 @@ is sharded, and refuse what would be silently wrong; batching and differentiatio
 """
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -86,6 +87,20 @@ def _check_place(ctx, platform, call, avals):
     support.check(place, avals.x, avals.wi_0, call.ranks // call.virtual_ranks, call.activation)
 
 
+def _groups(ctx, call):
+    """int64: the devices of each expert-parallel group, by their places in the program, group after group.
+
+    In the order of ranks, as a collective of JAX's over ``call.axes`` has its replica groups.
+    """
+    context = ctx.module_context.axis_context
+    if not call.axes:
+        return np.arange(call.ranks // call.virtual_ranks)
+    names, sizes = context.mesh.axis_names, tuple(context.mesh.shape.values())
+    others = [i for i, name in enumerate(names) if name not in call.axes]
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    return places.transpose(*others, *(names.index(name) for name in call.axes)).reshape(-1)
+
+
 def _make_primitive(name, name_operands, results):
     """The primitive ``name``, lowered to the FFI target of that name.
 
@@ -109,6 +124,7 @@ def _make_primitive(name, name_operands, results):
             native.register_cuda_targets()
         ctx, operands = _complete_residuals(ctx, avals, name_operands(call, operands))
         attributes = {"interface": np.int32(native.INTERFACE), **call.attributes(platform)}
+        attributes["groups"] = _groups(ctx, call).astype(np.int64)
         return jax.ffi.ffi_lowering(name, has_side_effect=False)(ctx, *operands, **attributes)
 
     def lower_elsewhere(ctx, *_, call):

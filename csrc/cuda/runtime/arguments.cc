@@ -33,7 +33,9 @@ void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
   rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate_size);
   const int64_t bytes = workspace_bytes(s, c.ranks_here);
   rank.workspace = c.workspace + i * bytes;
-  for (int32_t r = 0; r < c.ranks_here; ++r) rank.arenas[r] = c.workspace + r * bytes + WorkspaceLayout(s).bytes;
+  for (int32_t r = 0; r < s.ranks; ++r) {
+    rank.arenas[r] = c.peers ? c.peers->arenas[r] : c.workspace + r * bytes + WorkspaceLayout(s).bytes;
+  }
   rank.device = device.state;
   rank.host_failure = device.failure;
 }

@@ -3,6 +3,7 @@
 
 #include "cuda/params.h"
 #include "cuda/runtime/error.h"
+#include "cuda/runtime/peers.h"
 
 namespace mok::cuda {
 
@@ -13,6 +14,7 @@ struct Call {
   Activation activation;
   float activation_limit;  // infinity: none
   double timeout_s, entry_timeout_s;
+  const Peers* peers;  // null: all of the call's ranks are here
   int32_t ranks_here;  // 1, or shape.ranks: virtual ranks
   int32_t communication_ctas, reserved_sms;
 
