@@ -29,8 +29,8 @@ struct Block {
     if (threadIdx.x == 0) {
       int32_t* arrived = &rank.header().barrier;
       add_release_gpu(arrived, 1);
-      passed = wait_until(rank, rank.timeout_ns, FailureCode::timeout, -1, -1,
-                          [&] { return load_acquire_gpu(arrived) >= number * count; });
+      const Awaited all{FailureCode::timeout, rank.timeout_ns, -1, -1, number * count};
+      passed = wait_until(rank, all, [&]() -> int64_t { return load_acquire_gpu(arrived); });
     }
     return __syncthreads_and(passed);
   }
@@ -87,8 +87,8 @@ __device__ bool meet(Block& b) {
   const int64_t peer = threadIdx.x;
   if (peer < rank.shape.ranks) {
     if (b.index == 0) store_release_sys(&rank.arena_header(peer).entered[rank.shape.rank], b.call);
-    here = wait_until(rank, rank.entry_timeout_ns, FailureCode::entry_timeout, -1, static_cast<int32_t>(peer),
-                      [&] { return load_acquire_sys(&mine.entered[peer]) >= b.call; });
+    const Awaited entry{FailureCode::entry_timeout, rank.entry_timeout_ns, -1, static_cast<int32_t>(peer), b.call};
+    here = wait_until(rank, entry, [&] { return load_acquire_sys(&mine.entered[peer]); });
   }
   return __syncthreads_and(here);
 }

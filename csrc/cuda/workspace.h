@@ -21,8 +21,9 @@ enum class FailureCode : int32_t {
 struct Failure {
   int32_t code;  // a FailureCode, as the integer that atomics take
   int32_t rank;
-  int32_t task;     // a TaskKind; -1: no task's, the schedule kernel's
-  int32_t counter;  // which one was too low; of entry_timeout the peer
+  int32_t task;           // a TaskKind; -1: no task's, the schedule kernel's
+  int32_t counter;        // which one was too low; of entry_timeout the peer
+  int64_t value, target;  // what it was, and what it had to be
 };
 
 // What outlives all calls on a device. Of its kernels, the failure makes those that are enqueued already leave at once.

@@ -14,11 +14,12 @@ std::string describe(const Failure& failure) {
   const std::string rank = "rank " + std::to_string(failure.rank);
   if (code_of(failure) == FailureCode::entry_timeout) {
     return rank + " waited longer than entry_timeout_s for rank " + std::to_string(failure.counter) +
-           " to start its call";
+           " to start call " + std::to_string(failure.target) + ", which is in call " + std::to_string(failure.value);
   }
   const std::string waited = rank + " waited longer than timeout_s ";
   if (failure.task < 0) return waited + "for the CTAs that make its schedule";
-  return waited + "before a " + kTaskNames[failure.task] + " task for counter " + std::to_string(failure.counter);
+  return waited + "before a " + kTaskNames[failure.task] + " task for counter " + std::to_string(failure.counter) +
+         " to be " + std::to_string(failure.target) + ": it is " + std::to_string(failure.value);
 }
 
 }  // namespace
