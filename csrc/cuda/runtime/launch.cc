@@ -30,9 +30,10 @@ Error clear_counters(const std::vector<R>& ranks, cudaStream_t stream) {
 }
 
 template <class R>
-Error launch_schedule(const Device& device, const std::vector<R>& ranks, cudaStream_t stream) {
-  const int32_t ranks_here = static_cast<int32_t>(ranks.size());
-  const int32_t ctas = std::clamp<int32_t>(device.multiprocessors / ranks_here, 1, kMaxScheduleBlocks);
+Error launch_schedule(const Device& device, const Call& call, const std::vector<R>& ranks, cudaStream_t stream) {
+  const int32_t ranks_here = static_cast<int32_t>(ranks.size()),
+                ctas_in_all = device.multiprocessors - call.reserved_sms;
+  const int32_t ctas = std::clamp<int32_t>(ctas_in_all / ranks_here, 1, kMaxScheduleBlocks);
   const Grid grid{.ctas = ctas * ranks_here,
                   .threads = schedule_threads(),
                   .shared_bytes = schedule_shared_bytes(R::kDirection, ranks[0].shape),
@@ -63,7 +64,7 @@ Error launch(const C& call, cudaStream_t stream) {
   std::vector<R> ranks(call.ranks_here);
   for (int32_t i = 0; i < call.ranks_here; ++i) fill(call, i, device, ranks[i]);
   if (auto error = clear_counters(ranks, stream)) return error;
-  if (auto error = launch_schedule(device, ranks, stream)) return error;
+  if (auto error = launch_schedule(device, call, ranks, stream)) return error;
   return launch_layer(device, call, ranks, stream);
 }
 
