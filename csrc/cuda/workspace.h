@@ -5,11 +5,11 @@
 #include <bit>
 
 #include "moe/arena.h"
+#include "moe/meeting.h"
 #include "moe/program.h"
 
 namespace mok::cuda {
 
-inline constexpr int64_t kMaxRanks = 72;
 inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kernel of one rank
 
 // Why a call ended early.
