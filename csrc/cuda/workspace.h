@@ -3,11 +3,11 @@
 #pragma once
 
 #include "moe/arena.h"
+#include "moe/meeting.h"
 #include "moe/program.h"
 
 namespace mok::cuda {
 
-inline constexpr int64_t kMaxRanks = 72;
 inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kernel of one rank
 
 // Why a call ended early.

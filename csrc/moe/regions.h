@@ -1,6 +1,7 @@
 // Which memory each task reads and writes, for whoever proves that the waits of the task program order every two tasks
 // that conflict. An executor may touch less than is declared here, never more. Left out is what no task of a call
-// writes: weights of the experts, the row table, what the backward is given from the forward.
+// writes: weights of the experts, the row table, what the backward is given from the forward, and expert ids, which are
+// a matter between calls (verify/footprint.h).
 #pragma once
 
 #include "moe/backward.h"

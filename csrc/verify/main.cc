@@ -8,7 +8,11 @@
 //   macrobatches ring_blocks EXPERT_BLOCKS    -> where they are cut
 //   bounds    SHAPE                           -> what is known before any token is routed
 //   arena     SHAPE hidden item_bytes         -> byte offsets
+//   shared_arena SHAPE hidden item_bytes      -> its class, and byte offsets in that class's arena
+//   flaws                                     -> names of the ways in which the protocol between calls may be wrong
+//   protocol  flaw SEQUENCE                   -> the first error among all states that the sequence can reach
 //   ticket    direction communication ticket TILES ring_blocks minibatch_blocks EXPERT_ROWS -> one task of one rank
+#include <algorithm>
 #include <iostream>
 #include <numeric>
 #include <sstream>
@@ -16,6 +20,7 @@
 #include "moe/arena.h"
 #include "verify/mutate.h"
 #include "verify/order.h"
+#include "verify/protocol.h"
 #include "verify/words.h"
 
 namespace mok::verify {
@@ -152,6 +157,33 @@ std::string arena(std::istream& in) {
   return list_of(std::vector<int64_t>{at.x, at.dy, at.slots, at.weights, at.router_grads, at.expert_ids, at.bytes});
 }
 
+std::string shared_arena(std::istream& in) {
+  Shape s = read_shape(in);
+  s.hidden_size = next(in);
+  const ArenaClass of(s, next(in));
+  const SharedArenaLayout at(of);
+  return list_of(std::vector<int64_t>{of.ids, of.rows, at.expert_ids[0], at.expert_ids[1], at.rows_begin, at.bytes});
+}
+
+std::string flaws(std::istream&) {
+  std::string text;
+  for (const char* name : kFlawNames) text += (text.empty() ? "" : ", ") + quoted(name);
+  return "[" + text + "]";
+}
+
+std::string protocol(std::istream& in) {
+  std::string name;
+  in >> name;
+  const auto flaw = std::ranges::find(kFlawNames, name) - std::begin(kFlawNames);
+  if (flaw == std::size(kFlawNames)) return "{\"error\": " + quoted("no such flaw: " + name) + "}";
+  const Exploration found = explore(read_sequence(in), static_cast<Flaw>(flaw));
+  std::string steps;
+  for (const std::string& step : found.steps) steps += (steps.empty() ? "" : ", ") + quoted(step);
+  return "{\"states\": " + std::to_string(found.states) +
+         ", \"furthest_ahead\": " + std::to_string(found.furthest_ahead) + ", \"error\": " + quoted(found.error) +
+         ", \"steps\": [" + steps + "]}";
+}
+
 std::string ticket(std::istream& in) {
   const auto direction = static_cast<Direction>(next(in));
   const bool communication = next(in) != 0;
@@ -185,8 +217,9 @@ std::string answer(const std::string& line) {
   const struct {
     const char* name;
     std::string (*answer)(std::istream&);
-  } questions[] = {{"enumerate", enumerate},       {"mutate", mutate}, {"program", program}, {"rows", rows},
-                   {"macrobatches", macrobatches}, {"bounds", bounds}, {"arena", arena},     {"ticket", ticket}};
+  } questions[] = {{"enumerate", enumerate},       {"mutate", mutate}, {"program", program},  {"rows", rows},
+                   {"macrobatches", macrobatches}, {"bounds", bounds}, {"arena", arena},      {"ticket", ticket},
+                   {"shared_arena", shared_arena}, {"flaws", flaws},   {"protocol", protocol}};
   for (const auto& known : questions) {
     if (question == known.name) return known.answer(in);
   }

@@ -1,6 +1,8 @@
 // Cases as words apart by spaces, for the programs that answer questions. Shapes are `ranks tokens top_k local_experts
 // ring_blocks minibatch_blocks`; tiles are `gate_up down hidden_grad row_grad weight_grad down_bands`; a direction is
-// 0 forward, 1 backward; ids are of all ranks in turn.
+// 0 forward, 1 backward; ids are of all ranks in turn. A sequence is `ranks blocks bands failures`, then its sites
+// after their number, each `direction tokens top_k hidden` and clean ids, then the programs: of each rank the number of
+// its streams, of each stream the sites of its calls after their number.
 #pragma once
 
 #include <istream>
@@ -8,6 +10,7 @@
 #include <vector>
 
 #include "verify/enumerate.h"
+#include "verify/sequence.h"
 
 namespace mok::verify {
 
@@ -49,6 +52,30 @@ inline Case read_case(std::istream& in) {
   c.shape = read_shape(in);
   c.tiles = read_tiles(in);
   return c;
+}
+
+inline CallSite read_site(std::istream& in, int32_t ranks) {
+  CallSite site{};
+  site.direction = static_cast<Direction>(next(in));
+  site.shape.ranks = ranks;
+  site.shape.local_experts = 1;
+  for (int64_t* size : {&site.shape.tokens, &site.shape.top_k, &site.shape.hidden_size}) *size = next(in);
+  for (int64_t i = 0; i < ranks * site.shape.slots(); ++i) site.ids.push_back(next_int(in));
+  return site;
+}
+
+inline Sequence read_sequence(std::istream& in) {
+  Sequence s{};
+  for (int32_t* number : {&s.ranks, &s.blocks, &s.bands, &s.failures}) *number = next_int(in);
+  for (int64_t sites = next(in); sites > 0; --sites) s.sites.push_back(read_site(in, s.ranks));
+  s.programs.resize(s.ranks);
+  for (auto& streams : s.programs) {
+    streams.resize(next(in));
+    for (auto& calls : streams) {
+      for (int64_t count = next(in); count > 0; --count) calls.push_back(next_int(in));
+    }
+  }
+  return s;
 }
 
 }  // namespace mok::verify

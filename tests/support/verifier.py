@@ -35,7 +35,7 @@ def finish_compiling(program, compiler):
 
 @functools.cache
 def _process():
-    sources = [f"verify/{name}.cc" for name in ("main", "enumerate", "order", "mutate")]
+    sources = [f"verify/{name}.cc" for name in ("main", "enumerate", "order", "mutate", "footprint", "protocol")]
     program = finish_compiling(*start_compiling("verify", sources, "-O1"))
     return subprocess.Popen([str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
