@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_rows(int32_t rows, int32_t row_bytes, uint8
 
 // Copies these rows of a task's block from [T, H] in the sources' arenas into a ring; the rank's own from `mine`, since
 // alone it stages none. Padding rows become zero.
-__device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceArena& arena, const Task& t,
+__device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const DeviceRows& arena, const Task& t,
                                      Range rows, const bf16* mine, int64_t source_offset, bf16* ring,
                                      CopyRing& copies) {
   const int64_t h = rank.shape.hidden_size;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const D
   bf16* to = ring + (plan.ring_block(t.block) * kRowBlock + rows.begin) * h;
   const auto source_of = [&](int32_t i) {
     const RowSource source = table[i];
-    const bf16* from = source.rank == plan.rank ? mine : rank.in_arena<bf16>(source.rank, arena.at(source_offset));
+    const bf16* from = source.rank == plan.rank ? mine : rank.in_arena<bf16>(source.rank, source_offset);
     return from + source.slot / static_cast<int32_t>(rank.shape.top_k) * h;
   };
   copy_rows(real, static_cast<int32_t>(h) * 2, reinterpret_cast<uint8_t*>(to), source_of, copies);
@@ -80,29 +80,29 @@ __device__ __forceinline__ void pull(const Rank& rank, const Plan& plan, const D
 }
 
 // The router weights of the same rows; of padding rows 0.
-__device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan, const DeviceArena& arena,
-                                             const Task& t, Range rows, float* row_weights) {
+__device__ __forceinline__ void pull_weights(const Rank& rank, const Plan& plan, const DeviceRows& arena, const Task& t,
+                                             Range rows, float* row_weights) {
   const int32_t row = rows.begin + lane_index();
   if (row >= rows.end) return;
   const RowSource source = rank.row_table[t.block * kRowBlock + row];
   float weight = 0.f;
   if (source.rank >= 0) {
-    const float* weights = rank.in_arena<float>(source.rank, arena.at(arena.layout.weights));
+    const float* weights = rank.in_arena<float>(source.rank, arena.weights);
     weight = __int_as_float(load_relaxed_sys(reinterpret_cast<const int32_t*>(weights + source.slot)));
   }
   row_weights[plan.ring_block(t.block) * kRowBlock + row] = weight;
 }
 
-__device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceArena& arena,
+__device__ __forceinline__ void run_pull(const ForwardRank& rank, const Plan& plan, const DeviceRows& arena,
                                          const Task& t, Range rows, CopyRing& copies) {
-  pull(rank, plan, arena, t, rows, rank.x, arena.layout.x, rank.rows, copies);
+  pull(rank, plan, arena, t, rows, rank.x, arena.x, rank.rows, copies);
 }
-__device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceArena& arena,
+__device__ __forceinline__ void run_pull(const BackwardRank& rank, const Plan& plan, const DeviceRows& arena,
                                          const Task& t, Range rows, CopyRing& copies) {
   const bool grads = t.kind == TaskKind::pull_grads;
   if (grads) pull_weights(rank, plan, arena, t, rows, rank.row_weights);
-  pull(rank, plan, arena, t, rows, grads ? rank.dy : rank.x, grads ? arena.layout.dy : arena.layout.x,
-       grads ? rank.grads : rank.rows, copies);
+  pull(rank, plan, arena, t, rows, grads ? rank.dy : rank.x, grads ? arena.dy : arena.x, grads ? rank.grads : rank.rows,
+       copies);
 }
 
 __device__ __forceinline__ void signal(const Task& task, int32_t* counters) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void notify_sources(const Rank& rank, const Task& t) 
   for (int32_t i = 0; i < kRounds; ++i) {
     const uint32_t same = __match_any_sync(0xffffffff, sources[i]);
     if (sources[i] < 0 || lane != __ffs(same) - 1) continue;
-    add_relaxed_sys(&rank.arena_header(sources[i]).arrived[t.part], __popc(same));
+    add_relaxed_sys(&rank.meetings[sources[i]]->arrived[t.part].rows, __popc(same));
   }
 }
 
@@ -133,7 +133,7 @@ __device__ __forceinline__ void communicate(const R& rank, const Schedule& sched
                                             CommunicationBuffer& buffer) {
   const Plan& plan = schedule.plan;
   const TaskList& list = schedule.communication;
-  const DeviceArena arena(rank.shape);
+  const DeviceRows arena(rank.shape);
   const CounterMap map(plan);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   CopyRing copies(buffer.copies);

@@ -35,15 +35,21 @@ struct Rank {
   bf16* rows;                    // [ring_rows, H], of x
   bf16* hidden;                  // [ring_rows, I]; in the backward times the router weight
 
-  uint8_t* workspace;          // WorkspaceLayout
-  uint8_t* arenas[kMaxRanks];  // DeviceArena of each rank
+  uint8_t* workspace;            // WorkspaceLayout
+  uint64_t hash;                 // of what the call is, alike on all ranks
+  Meeting* meetings[kMaxRanks];  // of each rank
+  uint8_t* arenas[kMaxRanks];    // of each rank, where its DeviceRows begin; SharedArenaLayout has its ids before them
+  int64_t arena_ids;             // bytes of each of an arena's two buffers of ids
   DeviceState* device;
   Failure* host_failure;  // the device's, in mapped host memory
 
   __device__ WorkspaceHeader& header() const { return *reinterpret_cast<WorkspaceHeader*>(workspace); }
-  __device__ ArenaHeader& arena_header(int64_t rank) const { return *reinterpret_cast<ArenaHeader*>(arenas[rank]); }
-  // The number of the call, from 1. An arena that is new with every call holds no number yet.
-  __device__ int64_t call() const { return shape.ranks == 1 ? 1 : arena_header(shape.rank).call + 1; }
+  __device__ Meeting& meeting() const { return *meetings[shape.rank]; }
+  __device__ int64_t call() const { return meeting().progress.call + 1; }  // its number
+  // Those of all ranks, [ranks, T * K], in the arena of one.
+  __device__ int32_t* ids_in_arena(int64_t rank, int64_t call) const {
+    return reinterpret_cast<int32_t*>(arenas[rank] - (2 - parity_of(call)) * arena_ids);
+  }
   template <class T>
   __device__ T* in_workspace(int64_t offset) const {
     return reinterpret_cast<T*>(workspace + offset);

@@ -53,7 +53,7 @@ struct SlotBlock {
   __device__ __forceinline__ void look_up(const Rank& rank, int64_t call, const Task& t, const ColumnBands& bands,
                                           int32_t tile_columns) {
     const Shape& s = rank.shape;
-    const DeviceArena arena(s);
+    const DeviceRows arena(s);
     const Range columns = bands.of(t.part);
     const int64_t first_token = t.block * kReduceTokens, first = columns.begin * tile_columns;
     h = s.hidden_size;
@@ -61,8 +61,8 @@ struct SlotBlock {
     first_slot = first_token * top_k;
     tokens = static_cast<int32_t>(smaller(kReduceTokens, s.tokens - first_token));
     width = static_cast<int32_t>(smaller<int64_t>(columns.end * tile_columns, h) - first);
-    slots = rank.in_arena<bf16>(s.rank, arena.at(arena.layout.slots)) + first_slot * h + first;
-    ids = rank.in_arena<int32_t>(s.rank, arena.expert_ids(call)) + first_slot;
+    slots = rank.in_arena<bf16>(s.rank, arena.slots) + first_slot * h + first;
+    ids = rank.ids_in_arena(s.rank, call) + s.rank * s.slots() + first_slot;
     weights = rank.expert_weights + first_slot;
     bad = rank.in_workspace<uint8_t>(WorkspaceLayout(s).bad) + first_token;
     out = rank.out + first_token * h + first;
@@ -195,8 +195,8 @@ __device__ __forceinline__ void reduce_tokens(const SlotBlock& b, CopyRing& copi
 
 // Router gradients of the same tokens: as they came; of empty slots 0, of bad tokens NaN.
 __device__ __forceinline__ void collect_router_grads(const BackwardRank& rank, const SlotBlock& b) {
-  const DeviceArena arena(rank.shape);
-  const float* grads = rank.in_arena<float>(rank.shape.rank, arena.at(arena.layout.router_grads)) + b.first_slot;
+  const DeviceRows arena(rank.shape);
+  const float* grads = rank.in_arena<float>(rank.shape.rank, arena.router_grads) + b.first_slot;
   float* to = rank.router_grads + b.first_slot;
   for (int32_t slot = lane_index(); slot < b.tokens * b.top_k; slot += 32) {
     to[slot] = b.bad[slot / b.top_k] ? kNaN : b.ids[slot] < 0 ? 0.f : __ldcg(grads + slot);

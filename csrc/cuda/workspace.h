@@ -1,5 +1,5 @@
-// Device memory of one call of one rank besides its results: what the schedule kernel hands to the layer's kernel. The
-// arena's header, the words through which ranks meet. And what a device keeps over all calls.
+// Device memory of one call of one rank besides its results: what the schedule kernel hands to the layer's kernel. And
+// what a device keeps over all calls.
 #pragma once
 
 #include "moe/arena.h"
@@ -15,6 +15,10 @@ enum class FailureCode : int32_t {
   none = 0,
   timeout = 1,        // a wait inside the call took longer than timeout_s
   entry_timeout = 2,  // a peer did not start the call within entry_timeout_s
+  cancelled = 3,      // a peer has failed
+  disagreement = 4,   // a peer is in another call
+  concurrent = 5,     // another call of the same group runs on the device
+  aborted = 6,        // the host could not launch the call
 };
 
 // The first of a device. All zero while nothing has failed.
@@ -22,7 +26,7 @@ struct Failure {
   int32_t code;  // a FailureCode, as the integer that atomics take
   int32_t rank;
   int32_t task;           // a TaskKind; -1: no task's, the schedule kernel's
-  int32_t counter;        // which one was too low; of entry_timeout the peer
+  int32_t counter;        // which one was too low; of entry_timeout, cancelled and disagreement the peer
   int64_t value, target;  // what it was, and what it had to be
 };
 
@@ -33,31 +37,15 @@ struct DeviceState {
   Failure failure;
 };
 
-// At the begin of every rank's arena. Call numbers and counts only grow, over all calls that an arena serves: one where
-// all of a call's ranks are here, since the arena is then a part of its workspace.
-struct ArenaHeader {
-  int64_t call;  // calls that this rank has finished
-  // By band of columns: rows that have come back, in all calls, to which peers add; and when the current call began.
-  int64_t arrived[kColumnBands], arrived_before[kColumnBands];
-  int64_t entered[kMaxRanks];  // by peer: the last call that it has begun
+// What of an arena on a GPU depends on the shape of a call. Alone, a rank reads x and dy where they are.
+struct DeviceRows : RowsLayout {
+  MOK_FN explicit DeviceRows(const Shape& s) : RowsLayout(s, 2, s.ranks > 1) {}
 };
-inline constexpr int64_t kHeaderBytes = 4096;
-static_assert(sizeof(ArenaHeader) <= kHeaderBytes);
 
-// The arena on a GPU: header, the common layout, and a second buffer of expert ids, since no completion implies that
-// peers have read the first.
-struct DeviceArena {
-  ArenaLayout layout;
-  int64_t bytes;
-
-  MOK_FN explicit DeviceArena(const Shape& s) : layout(s, 2, s.ranks > 1) {
-    bytes = kHeaderBytes + layout.bytes + round_up(s.slots() * 4, ArenaLayout::kAlignment);
-  }
-  MOK_FN int64_t at(int64_t offset) const { return kHeaderBytes + offset; }
-  MOK_FN int64_t expert_ids(int64_t call) const {
-    return call % 2 ? kHeaderBytes + layout.bytes : at(layout.expert_ids);
-  }
-};
+// The arena of a rank whose peers are all in one place: a part of the call's workspace, and as large as the call needs.
+MOK_FN SharedArenaLayout local_arena(const Shape& s) {
+  return SharedArenaLayout(s.ranks * s.slots(), DeviceRows(s).bytes);
+}
 
 // What the schedule kernel decides.
 struct Schedule {
@@ -75,6 +63,7 @@ struct WorkspaceHeader {
 };
 
 struct WorkspaceLayout {
+  int64_t meeting;   // where all ranks of the call are here
   int64_t counters;  // int32, as CounterMap places them
   int64_t zeroed;    // bytes from the begin that must be zero
   int64_t schedule, expert_block, macro_block, communication, compute, bad, histogram;
@@ -85,6 +74,7 @@ struct WorkspaceLayout {
     s.minibatch_rows = kRowBlock;
     bytes = 0;
     take(sizeof(WorkspaceHeader));
+    meeting = take(sizeof(Meeting));
     const int64_t pieces = max_macrobatches(s) + s.local_experts;
     counters = take(4 * (kBlockFamilies * (max_rows(s) / kRowBlock) + kPieceFamilies * pieces + kColumnBands));
     zeroed = bytes;
@@ -107,7 +97,7 @@ struct WorkspaceLayout {
 
 // Of a rank's call. Where all ranks of a call are here, the arena follows the workspace.
 MOK_FN int64_t workspace_bytes(const Shape& s, int64_t ranks_here) {
-  return WorkspaceLayout(s).bytes + (ranks_here == s.ranks ? DeviceArena(s).bytes : 0);
+  return WorkspaceLayout(s).bytes + (ranks_here == s.ranks ? local_arena(s).bytes : 0);
 }
 
 }  // namespace mok::cuda

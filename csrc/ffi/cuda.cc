@@ -27,6 +27,7 @@ int64_t minibatch_rows(const Attributes& a) { return a.minibatch_rows > 0 ? a.mi
 // What both directions have alike.
 void begin_call(const Operands<bf16>& in, const cuda::Peers* peers, cuda::Call& c) {
   const Attributes& a = in.attributes;
+  c.call_site = a.call_site;
   c.shape = in.shape;
   c.shape.rank = peers ? peers->rank : 0;
   c.shape.minibatch_rows = minibatch_rows(a);
@@ -48,7 +49,7 @@ void begin_call(const Operands<bf16>& in, const cuda::Peers* peers, cuda::Call& 
 }
 
 std::optional<std::string> run(const Forward<bf16>& f, const cuda::Peers* peers, cudaStream_t stream) {
-  cuda::ForwardCall c{};
+  cuda::ForwardCall c;
   begin_call(f.in, peers, c);
   c.out = f.y;
   c.row_table = f.row_table;
@@ -62,7 +63,7 @@ std::optional<std::string> run(const Forward<bf16>& f, const cuda::Peers* peers,
 }
 
 std::optional<std::string> run(const Backward<bf16>& b, const cuda::Peers* peers, cudaStream_t stream) {
-  cuda::BackwardCall c{};
+  cuda::BackwardCall c;
   begin_call(b.in, peers, c);
   c.dy = b.dy;
   c.out = b.dx;

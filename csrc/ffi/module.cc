@@ -132,10 +132,10 @@ NB_MODULE(_native, m) {
       [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t hidden) {
         mok::Shape s = shape(ranks, tokens, top_k, 1, 0);
         s.hidden_size = hidden;
-        return mok::cuda::DeviceArena(s).bytes;
+        return mok::SharedArenaLayout(mok::ArenaClass(s, 2)).bytes;
       },
       nb::kw_only(), nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("hidden"),
-      "Bytes of the memory of one rank that its peers read and write on GPUs.");
+      "Bytes of the memory of one rank that its peers on other GPUs read and write.");
   m.def("pre_activation_width", &mok::pre_activation_width, nb::arg("intermediate"),
         "Elements of gate and up that a ring keeps of a row.");
   m.def("router_parts_width", &mok::router_parts_width, nb::arg("intermediate"),

@@ -71,13 +71,14 @@ struct SharedArenaLayout {
   int64_t rows_begin;     // of the RowsLayout
   int64_t bytes;
 
-  MOK_FN explicit SharedArenaLayout(const ArenaClass& c) {
-    const int64_t buffer = round_up(c.ids * 4, RowsLayout::kAlignment);
+  MOK_FN SharedArenaLayout(int64_t ids, int64_t rows) {
+    const int64_t buffer = round_up(ids * 4, RowsLayout::kAlignment);
     expert_ids[0] = 0;
     expert_ids[1] = buffer;
     rows_begin = 2 * buffer;
-    bytes = rows_begin + round_up(c.rows, RowsLayout::kAlignment);
+    bytes = rows_begin + round_up(rows, RowsLayout::kAlignment);
   }
+  MOK_FN explicit SharedArenaLayout(const ArenaClass& c) : SharedArenaLayout(c.ids, c.rows) {}
 };
 
 }  // namespace mok

@@ -11,6 +11,8 @@
 namespace mok {
 
 inline constexpr int64_t kMaxRanks = 72;  // of an NVLink domain
+// Of what ranks write for each other: raise it with every change of that, and builds that differ refuse each other.
+inline constexpr int32_t kProtocol = 1;
 inline constexpr int64_t kLineBytes = 128;
 
 // Which of two places is a call's. Two are enough: who leaves call n + 1 has met a rank that has left call n, so that

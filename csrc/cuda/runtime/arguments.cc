@@ -7,6 +7,40 @@ int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9)
 
 int64_t pre_activation_elements(const Shape& s) { return s.ring_rows * pre_activation_width(s.intermediate_size); }
 
+// Where the ranks of the call meet, and where their arenas are: with their peers, or in the call's workspace.
+void place_ranks(const Call& c, Rank& rank) {
+  const Shape& s = c.shape;
+  if (c.peers) {
+    const SharedArenaLayout layout{ArenaClass(s, 2)};
+    rank.arena_ids = layout.expert_ids[1];
+    for (int64_t r = 0; r < s.ranks; ++r) {
+      rank.meetings[r] = c.peers->meetings[r];
+      rank.arenas[r] = c.peers->arenas[r] + layout.rows_begin;
+    }
+    return;
+  }
+  const SharedArenaLayout layout = local_arena(s);
+  const WorkspaceLayout workspace(s);
+  rank.arena_ids = layout.expert_ids[1];
+  for (int64_t r = 0; r < s.ranks; ++r) {
+    uint8_t* begin = c.workspace + r * workspace_bytes(s, c.ranks_here);
+    rank.meetings[r] = reinterpret_cast<Meeting*>(begin + workspace.meeting);
+    rank.arenas[r] = begin + workspace.bytes + layout.rows_begin;
+  }
+}
+
+// Of what ranks must have alike to be in the same call (FNV-1a, 64 bits).
+uint64_t hash_of(const Call& c, const TileCounts& tiles) {
+  const Shape& s = c.shape;
+  uint64_t hash = 14695981039346656037u;
+  for (const int64_t value :
+       {s.ranks, s.tokens, s.top_k, s.hidden_size, s.intermediate_size, s.local_experts, int64_t{tiles.down_bands},
+        static_cast<int64_t>(c.direction), static_cast<int64_t>(c.activation), c.call_site}) {
+    for (int32_t byte = 0; byte < 8; ++byte) hash = (hash ^ (value >> 8 * byte & 0xff)) * 1099511628211u;
+  }
+  return hash;
+}
+
 // What both directions have.
 void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
   const Shape& s = c.shape;
@@ -33,9 +67,8 @@ void fill_common(const Call& c, int32_t i, const Device& device, Rank& rank) {
   rank.hidden = nth(c.hidden, i, s.ring_rows * s.intermediate_size);
   const int64_t bytes = workspace_bytes(s, c.ranks_here);
   rank.workspace = c.workspace + i * bytes;
-  for (int32_t r = 0; r < s.ranks; ++r) {
-    rank.arenas[r] = c.peers ? c.peers->arenas[r] : c.workspace + r * bytes + WorkspaceLayout(s).bytes;
-  }
+  place_ranks(c, rank);
+  rank.hash = hash_of(c, rank.tiles);
   rank.device = device.state;
   rank.host_failure = device.failure;
 }

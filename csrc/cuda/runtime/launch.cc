@@ -18,13 +18,10 @@ Error refuse_too_many_ranks(const Device& device, int32_t ranks_here) {
          std::to_string(most) + " at once";
 }
 
-// Of virtual ranks the headers of their arenas, too: they meet there before one of them could clear its own.
 template <class R>
 Error clear_counters(const std::vector<R>& ranks, cudaStream_t stream) {
   for (const R& rank : ranks) {
     MOK_CUDA_TRY(cudaMemsetAsync(rank.workspace, 0, WorkspaceLayout(rank.shape).zeroed, stream));
-    if (ranks.size() == 1) continue;
-    MOK_CUDA_TRY(cudaMemsetAsync(rank.arenas[rank.shape.rank], 0, kHeaderBytes, stream));
   }
   return std::nullopt;
 }

@@ -9,7 +9,9 @@ namespace mok::cuda {
 
 // What both directions have. Pointers are of `ranks_here` ranks, one after the other in every array.
 struct Call {
-  Shape shape;  // of each rank; shape.rank is that of the first
+  Direction direction;
+  int64_t call_site;  // a hash of where in the program the call is
+  Shape shape;        // of each rank; shape.rank is that of the first
   Save save;
   Activation activation;
   float activation_limit;  // infinity: none
@@ -30,17 +32,21 @@ struct Call {
 };
 
 struct ForwardCall : Call {
-  int32_t* bad_tokens;
-  bf16* pre_activations;  // or null
+  ForwardCall() : Call{} { direction = Direction::forward; }
+
+  int32_t* bad_tokens = nullptr;
+  bf16* pre_activations = nullptr;  // or null
 };
 
 struct BackwardCall : Call {
-  bf16 *pre_activations, *saved_pre_activations, *saved_rows;  // or null
-  bf16 *grads, *gate_up_grads;
-  float *row_weights, *router_parts, *straddle;
-  float* router_grads;
-  void *wi_0_grad, *wi_1_grad, *wo_grad;
-  bool grads_in_f32;
+  BackwardCall() : Call{} { direction = Direction::backward; }
+
+  bf16 *pre_activations = nullptr, *saved_pre_activations = nullptr, *saved_rows = nullptr;  // or null
+  bf16 *grads = nullptr, *gate_up_grads = nullptr;
+  float *row_weights = nullptr, *router_parts = nullptr, *straddle = nullptr;
+  float* router_grads = nullptr;
+  void *wi_0_grad = nullptr, *wi_1_grad = nullptr, *wo_grad = nullptr;
+  bool grads_in_f32 = false;
 };
 
 // Only enqueue: memory set, schedule kernel, layer kernel. With virtual ranks they copy from host memory too, which is

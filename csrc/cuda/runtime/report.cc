@@ -11,10 +11,21 @@ FailureCode code_of(const Failure& failure) {
 }
 
 std::string describe(const Failure& failure) {
-  const std::string rank = "rank " + std::to_string(failure.rank);
-  if (code_of(failure) == FailureCode::entry_timeout) {
-    return rank + " waited longer than entry_timeout_s for rank " + std::to_string(failure.counter) +
-           " to start call " + std::to_string(failure.target) + ", which is in call " + std::to_string(failure.value);
+  const std::string rank = "rank " + std::to_string(failure.rank), peer = "rank " + std::to_string(failure.counter);
+  switch (code_of(failure)) {
+    case FailureCode::entry_timeout:
+      return rank + " waited longer than entry_timeout_s for " + peer + " to start call " +
+             std::to_string(failure.target) + ", which is in call " + std::to_string(failure.value);
+    case FailureCode::cancelled:
+      return rank + " ended a call early because " + peer + " had failed; what of is in the message of its process";
+    case FailureCode::disagreement:
+      return rank + " and " + peer + " are in different calls, or in calls of different shapes";
+    case FailureCode::concurrent:
+      return rank + " was in two calls of one expert-parallel group at the same time; order them by their operands";
+    case FailureCode::aborted:
+      return rank + " could not launch a call; the host's error says why";
+    default:
+      break;
   }
   const std::string waited = rank + " waited longer than timeout_s ";
   if (failure.task < 0) return waited + "for the CTAs that make its schedule";

@@ -67,7 +67,7 @@ struct Backward {
     if (p.kind != TaskKind::hidden_grad) math.stage_nothing(s);
   }
 
-  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceRows& arena,
                                                const QueuedTask& t, StoreSide& side) {
     switch (t.kind) {
       case TaskKind::gate_up:

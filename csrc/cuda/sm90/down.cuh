@@ -29,7 +29,7 @@ struct Down {
     math.stage_rows(acc, s);
   }
 
-  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceRows& arena,
                                                const QueuedTask& t, StoreSide& side) {
     push_rows(rank, arena, t, s, side);
   }

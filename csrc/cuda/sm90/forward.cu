@@ -37,7 +37,7 @@ struct Forward {
     GateUp::epilogue(acc, known, rank, s, t, math);
   }
 
-  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceRows& arena,
                                                const QueuedTask& t, StoreSide& side) {
     t.kind == TaskKind::down ? Down::store(rank, s, arena, t, side) : GateUp::store(rank, s, t, side);
   }

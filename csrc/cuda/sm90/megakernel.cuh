@@ -45,7 +45,7 @@ __device__ __forceinline__ void compute(const typename W::Rank& rank, Shared& s)
 
 template <Work W>
 __device__ __forceinline__ void store(const typename W::Rank& rank, Shared& s) {
-  const DeviceArena arena(rank.shape);
+  const DeviceRows arena(rank.shape);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   StoreSide side;
   for_each_task(s, [&](const QueuedTask& task) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void pull_first(const R& rank, Shared& s) {
   static_assert(kPullRows % kMathWarps == 0);
   const int32_t warp = thread_index() / 32;
   const Schedule& schedule = s.schedule;
-  const DeviceArena arena(rank.shape);
+  const DeviceRows arena(rank.shape);
   int32_t* counters = rank.template in_workspace<int32_t>(WorkspaceLayout(rank.shape).counters);
   CommunicationBuffer *buffers = math_buffers(s), &common = buffers[0];
   CopyRing copies(buffers[warp].copies);
@@ -156,11 +156,7 @@ __device__ __forceinline__ void depart(const Launch<typename W::Rank>& launch, c
   if (!__syncthreads_or(last)) return;
   if (__syncthreads_or(spoils)) W::spoil(rank);
   if (thread_index() == 0) {
-    ArenaHeader& header = rank.arena_header(rank.shape.rank);
-    for (int32_t band = 0; band < kColumnBands; ++band) {  // peers come with more only when this call has ended
-      header.arrived_before[band] = load_acquire_sys(&header.arrived[band]);
-    }
-    header.call = s.call;
+    leave(rank, s.call);
     add(rank.device->calls, 1);
   }
 }

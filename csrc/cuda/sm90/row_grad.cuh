@@ -31,7 +31,7 @@ class RowGrad {
     math.stage_rows(acc, s);
   }
 
-  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceArena& arena,
+  __device__ static __forceinline__ void store(const Rank& rank, Shared& s, const DeviceRows& arena,
                                                const QueuedTask& t, StoreSide& side) {
     push_rows(rank, arena, t, s, side);
     if (t.part == 0) push_router_grads(rank, arena, t);
@@ -39,14 +39,14 @@ class RowGrad {
 
  private:
   // The router gradient of each row: its parts, added in order of columns.
-  __device__ static __forceinline__ void push_router_grads(const Rank& rank, const DeviceArena& arena,
+  __device__ static __forceinline__ void push_router_grads(const Rank& rank, const DeviceRows& arena,
                                                            const QueuedTask& t) {
     for (int32_t i = lane_index(); i < t.real_rows; i += 32) {
       const float* parts = rank.router_parts + int64_t{t.ring_row + i} * rank.tiles.hidden_grad;
       float sum = 0.f;
       for (int32_t part = 0; part < rank.tiles.hidden_grad; ++part) sum += __ldcg(parts + part);
       const RowSource to = rank.row_table[t.block * kRowBlock + i];
-      rank.in_arena<float>(to.rank, arena.at(arena.layout.router_grads))[to.slot] = sum;
+      rank.in_arena<float>(to.rank, arena.router_grads)[to.slot] = sum;
     }
   }
 };

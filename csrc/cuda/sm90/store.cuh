@@ -6,7 +6,7 @@
 namespace mok::cuda::sm90 {
 
 // Each row of the tile goes straight to its slot at its source.
-__device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& arena, const QueuedTask& t, Shared& s,
+__device__ __forceinline__ void push_rows(const Rank& rank, const DeviceRows& arena, const QueuedTask& t, Shared& s,
                                           StoreSide& side) {
   const int64_t h = rank.shape.hidden_size, column = t.part * kTileColumns;
   const uint32_t bytes = static_cast<uint32_t>(2 * smaller<int64_t>(kTileColumns, h - column));
@@ -14,7 +14,7 @@ __device__ __forceinline__ void push_rows(const Rank& rank, const DeviceArena& a
     const uint8_t* staged = side.acquire(s.tiles, warpgroup);
     for (int32_t i = lane_index(); i < smaller(kWarpgroupRows, t.real_rows - warpgroup * kWarpgroupRows); i += 32) {
       const RowSource to = rank.row_table[t.block * kRowBlock + warpgroup * kWarpgroupRows + i];
-      bf16* slot = rank.in_arena<bf16>(to.rank, arena.at(arena.layout.slots)) + to.slot * h + column;
+      bf16* slot = rank.in_arena<bf16>(to.rank, arena.slots) + to.slot * h + column;
       bulk_store(slot, staged + i * kStagingPitch, bytes);
     }
     side.release(s.tiles, warpgroup);

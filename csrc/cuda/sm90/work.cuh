@@ -12,7 +12,7 @@ namespace mok::cuda::sm90 {
 template <class W>
 concept Work =
     requires(const typename W::Rank& rank, const Plan& plan, QueuedTask& found, const QueuedTask& task,
-             const Product& product, Shared& s, const DeviceArena& arena, Loader& loader, Math& math, StoreSide& side) {
+             const Product& product, Shared& s, const DeviceRows& arena, Loader& loader, Math& math, StoreSide& side) {
       requires std::derived_from<typename W::Rank, Rank>;  // the kernel's arguments
       // By the scheduler: fills in what a QueuedTask knows beyond its Task. Of weight_grad it must not look at the
       // part.
