@@ -21,6 +21,7 @@ SOURCES = {
     "pieces": (),
     "sm90_tile": ("cuda/runtime/tensor_map.cc",),
     "task_lists": ("cuda/test/algorithm.cu", "verify/enumerate.cc"),
+    "schedules": ("cuda/schedule.cu",),
     "stand_alone": LAYER,
 }
 

@@ -229,6 +229,12 @@ __device__ __forceinline__ void store_release_sys(int64_t* p, int64_t v) {
 __device__ __forceinline__ void add_release_gpu(int32_t* p, int32_t v) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+// Returns what was there before.
+__device__ __forceinline__ int32_t add_acq_rel_gpu(int32_t* p, int32_t v) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
 // Releases by what the thread adds, or stores, after it; one fence for several additions.
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void add_relaxed_sys(int64_t* p, int64_t v) {

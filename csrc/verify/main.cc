@@ -5,6 +5,7 @@
 //   mutate    direction save SHAPE TILES IDS
 //   program   direction save SHAPE TILES IDS  -> the task lists of all ranks, each communication, then compute
 //   rows      rank SHAPE IDS                  -> the row table of a rank
+//   chunked   rank SHAPE chunks shares lanes seed IDS -> the same, of chunks that were counted and written in any order
 //   macrobatches ring_blocks EXPERT_BLOCKS    -> where they are cut
 //   bounds    SHAPE                           -> what is known before any token is routed
 //   arena     SHAPE hidden item_bytes         -> byte offsets
@@ -14,6 +15,7 @@
 #include <sstream>
 
 #include "moe/arena.h"
+#include "verify/chunks.h"
 #include "verify/mutate.h"
 #include "verify/order.h"
 #include "verify/words.h"
@@ -109,6 +111,15 @@ std::string program(std::istream& in) {
   return "[" + text + "]";
 }
 
+std::string columns_of(const std::vector<RowSource>& rows) {
+  std::vector<int32_t> ranks, slots;
+  for (const RowSource& row : rows) {
+    ranks.push_back(row.rank);
+    slots.push_back(row.slot);
+  }
+  return "\"row_rank\": " + list_of(ranks) + ", \"row_slot\": " + list_of(slots);
+}
+
 std::string rows(std::istream& in) {
   const int64_t rank = next(in);
   Case c{};
@@ -116,14 +127,18 @@ std::string rows(std::istream& in) {
   c.ids = rest(in);
   const JointProgram program(c);
   const RankPlan& r = *program.ranks()[rank];
-  std::vector<int32_t> ranks, slots;
-  for (const RowSource& row : r.rows) {
-    ranks.push_back(row.rank);
-    slots.push_back(row.slot);
-  }
-  return "{\"row_rank\": " + list_of(ranks) + ", \"row_slot\": " + list_of(slots) +
-         ", \"expert_rows\": " + list_of(r.expert_rows) + ", \"expert_block\": " + list_of(r.expert_block) +
-         ", \"valid_slots\": " + std::to_string(r.plan.valid_slots) + "}";
+  return "{" + columns_of(r.rows) + ", \"expert_rows\": " + list_of(r.expert_rows) +
+         ", \"expert_block\": " + list_of(r.expert_block) + ", \"valid_slots\": " + std::to_string(r.plan.valid_slots) +
+         "}";
+}
+
+std::string chunked(std::istream& in) {
+  const int64_t rank = next(in);
+  Shape s = read_shape(in);
+  s.rank = rank;
+  const int32_t chunks = next_int(in), shares = next_int(in), lanes = next_int(in);
+  const auto seed = static_cast<uint64_t>(next(in));
+  return "{" + columns_of(ChunkedTable(s, rest(in), chunks, shares, lanes).build(seed)) + "}";
 }
 
 std::vector<int32_t> cuts_of(const std::vector<int32_t>& expert_block, int32_t ring_blocks) {
@@ -185,8 +200,9 @@ std::string answer(const std::string& line) {
   const struct {
     const char* name;
     std::string (*answer)(std::istream&);
-  } questions[] = {{"enumerate", enumerate},       {"mutate", mutate}, {"program", program}, {"rows", rows},
-                   {"macrobatches", macrobatches}, {"bounds", bounds}, {"arena", arena},     {"ticket", ticket}};
+  } questions[] = {{"enumerate", enumerate}, {"mutate", mutate},   {"program", program},
+                   {"rows", rows},           {"chunked", chunked}, {"macrobatches", macrobatches},
+                   {"bounds", bounds},       {"arena", arena},     {"ticket", ticket}};
   for (const auto& known : questions) {
     if (question == known.name) return known.answer(in);
   }

@@ -49,7 +49,8 @@ Error copy_arguments(const std::vector<R>& ranks, const Arenas& arenas, Launch<R
 
 template <class R>
 Error launch_schedule(const Device& device, Launch<R>& arguments, cudaStream_t stream) {
-  const int32_t ctas = std::clamp<int32_t>(device.multiprocessors / arguments.ranks_here, 1, kMaxScheduleBlocks);
+  const int32_t ctas = std::clamp<int32_t>(device.multiprocessors / arguments.ranks_here, 1, kMaxScheduleChunks);
+  arguments.schedule_chunks = ctas;  // so that all CTAs have one, if they are resident
   const int64_t shared_bytes = schedule_shared_bytes(R::kDirection, arguments.one.shape);
   void* pointers[] = {&arguments};
   MOK_CUDA_TRY(cudaLaunchKernel(schedule_kernel(R::kDirection), dim3(ctas * arguments.ranks_here),
