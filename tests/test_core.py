@@ -36,6 +36,23 @@ def test_row_table(ranks, tokens, top_k, local_experts, share_of_first, seed):
     assert answer["valid_slots"] == int((ids[rank] >= 0).sum())
 
 
+@many
+@given(
+    st.integers(1, 6), st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 8),
+    st.sampled_from([1, 4, 32]), st.integers(0, 2**32)
+)  # fmt: skip
+def test_row_table_in_chunks(ranks, tokens, top_k, local_experts, chunks, shares, lanes, seed):
+    """As GPUs build it, counted and written chunk by chunk: the same, whatever the chunks and their order."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, ranks * local_experts, (ranks, tokens * top_k))
+    rank = int(rng.integers(0, ranks))
+    shape = [ranks, tokens, top_k, local_experts, 1, 1]
+    answer = ask("chunked", rank, shape, chunks, shares, lanes, seed, ids.ravel().tolist())
+    expected = row_table(ids, rank, local_experts)
+    assert answer["row_rank"] == expected[:, 0].tolist()
+    assert answer["row_slot"] == expected[:, 1].tolist()
+
+
 def macrobatches(expert_block, ring_blocks):
     """Definition: at most a ring, cut at the last expert boundary in its last quarter, else where it is full."""
     total, cuts = expert_block[-1], [0]

@@ -99,6 +99,7 @@ struct Launch {
   const R* many;  // device memory; null: `one` is all
   int32_t ranks_here;
   int32_t communication_ctas;  // of each rank; 0: a communication warp in every CTA
+  int32_t schedule_chunks;     // of each rank: most chunks of a phase of the schedule kernel
 
   __device__ const R& rank(int32_t i) const { return many ? many[i] : one; }
 };

@@ -223,6 +223,11 @@ __device__ __forceinline__ int32_t load_relaxed_sys(const int32_t* p) {
   asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_relaxed_sys(int32_t* p, int32_t v) {
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -231,6 +236,12 @@ __device__ __forceinline__ void store_release_sys(int64_t* p, int64_t v) {
 }
 __device__ __forceinline__ void add_release_gpu(int32_t* p, int32_t v) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// Returns what was there before.
+__device__ __forceinline__ int32_t add_acq_rel_gpu(int32_t* p, int32_t v) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
 }
 // Releases by what the thread adds, or stores, after it; one fence for several additions.
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -8,7 +8,7 @@
 
 namespace mok::cuda {
 
-inline constexpr int64_t kMaxScheduleBlocks = 256;  // CTAs of the schedule kernel of one rank
+inline constexpr int64_t kMaxScheduleChunks = 256;  // of a phase of the schedule kernel, of one rank
 
 // Why a call ended early.
 enum class FailureCode : int32_t {
@@ -57,7 +57,7 @@ struct Schedule {
 // Zero when a call begins.
 struct WorkspaceHeader {
   int64_t first_pull_ticket, communication_ticket, compute_ticket;
-  int32_t barrier;  // of the schedule kernel's CTAs
+  int32_t filled, counted;  // phases of the schedule kernel (see schedule/claims.cuh)
   int32_t valid_slots, bad_tokens;
   int32_t arrivals, departures;  // of the layer kernel's pairs of CTAs; of its CTAs
 };
@@ -84,7 +84,7 @@ struct WorkspaceLayout {
     communication = take(max_segments(s) * static_cast<int64_t>(sizeof(Segment)));
     compute = take(max_segments(s) * static_cast<int64_t>(sizeof(Segment)));
     bad = take(s.tokens);
-    histogram = take(4 * kMaxScheduleBlocks * s.local_experts);
+    histogram = take(4 * kMaxScheduleChunks * s.local_experts);
   }
 
  private:

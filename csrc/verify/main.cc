@@ -5,6 +5,7 @@
 //   mutate    direction save SHAPE TILES IDS
 //   program   direction save SHAPE TILES IDS  -> the task lists of all ranks, each communication, then compute
 //   rows      rank SHAPE IDS                  -> the row table of a rank
+//   chunked   rank SHAPE chunks shares lanes seed IDS -> the same, of chunks that were counted and written in any order
 //   macrobatches ring_blocks EXPERT_BLOCKS    -> where they are cut
 //   bounds    SHAPE                           -> what is known before any token is routed
 //   arena     SHAPE hidden item_bytes         -> byte offsets
@@ -18,6 +19,7 @@
 #include <sstream>
 
 #include "moe/arena.h"
+#include "verify/chunks.h"
 #include "verify/mutate.h"
 #include "verify/order.h"
 #include "verify/protocol.h"
@@ -114,6 +116,15 @@ std::string program(std::istream& in) {
   return "[" + text + "]";
 }
 
+std::string columns_of(const std::vector<RowSource>& rows) {
+  std::vector<int32_t> ranks, slots;
+  for (const RowSource& row : rows) {
+    ranks.push_back(row.rank);
+    slots.push_back(row.slot);
+  }
+  return "\"row_rank\": " + list_of(ranks) + ", \"row_slot\": " + list_of(slots);
+}
+
 std::string rows(std::istream& in) {
   const int64_t rank = next(in);
   Case c{};
@@ -121,14 +132,18 @@ std::string rows(std::istream& in) {
   c.ids = rest(in);
   const JointProgram program(c);
   const RankPlan& r = *program.ranks()[rank];
-  std::vector<int32_t> ranks, slots;
-  for (const RowSource& row : r.rows) {
-    ranks.push_back(row.rank);
-    slots.push_back(row.slot);
-  }
-  return "{\"row_rank\": " + list_of(ranks) + ", \"row_slot\": " + list_of(slots) +
-         ", \"expert_rows\": " + list_of(r.expert_rows) + ", \"expert_block\": " + list_of(r.expert_block) +
-         ", \"valid_slots\": " + std::to_string(r.plan.valid_slots) + "}";
+  return "{" + columns_of(r.rows) + ", \"expert_rows\": " + list_of(r.expert_rows) +
+         ", \"expert_block\": " + list_of(r.expert_block) + ", \"valid_slots\": " + std::to_string(r.plan.valid_slots) +
+         "}";
+}
+
+std::string chunked(std::istream& in) {
+  const int64_t rank = next(in);
+  Shape s = read_shape(in);
+  s.rank = rank;
+  const int32_t chunks = next_int(in), shares = next_int(in), lanes = next_int(in);
+  const auto seed = static_cast<uint64_t>(next(in));
+  return "{" + columns_of(ChunkedTable(s, rest(in), chunks, shares, lanes).build(seed)) + "}";
 }
 
 std::vector<int32_t> cuts_of(const std::vector<int32_t>& expert_block, int32_t ring_blocks) {
@@ -217,9 +232,12 @@ std::string answer(const std::string& line) {
   const struct {
     const char* name;
     std::string (*answer)(std::istream&);
-  } questions[] = {{"enumerate", enumerate},       {"mutate", mutate}, {"program", program},  {"rows", rows},
-                   {"macrobatches", macrobatches}, {"bounds", bounds}, {"arena", arena},      {"ticket", ticket},
-                   {"shared_arena", shared_arena}, {"flaws", flaws},   {"protocol", protocol}};
+  } questions[] = {{"enumerate", enumerate}, {"mutate", mutate},
+                   {"program", program},     {"rows", rows},
+                   {"chunked", chunked},     {"macrobatches", macrobatches},
+                   {"bounds", bounds},       {"arena", arena},
+                   {"ticket", ticket},       {"shared_arena", shared_arena},
+                   {"flaws", flaws},         {"protocol", protocol}};
   for (const auto& known : questions) {
     if (question == known.name) return known.answer(in);
   }

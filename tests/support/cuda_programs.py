@@ -30,6 +30,7 @@ SOURCES = {
     "primitives": _sources("runtime/tensor_map.cc"),
     "tile": _sources("runtime/tensor_map.cc"),
     "task_lists": ("cuda/test/algorithm.cu", "verify/enumerate.cc"),
+    "schedules": ("cuda/schedule.cu",),
     "stand_alone": LAYER,
 }
 

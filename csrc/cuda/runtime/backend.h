@@ -12,7 +12,8 @@ namespace mok::cuda {
 struct Grid {
   int32_t ctas, threads;
   int64_t shared_bytes;
-  int32_t communication_ctas;  // of each rank; 0: every CTA communicates and computes
+  int32_t communication_ctas;  // as in Launch
+  int32_t schedule_chunks;     // likewise
 };
 
 struct Backend {
@@ -46,7 +47,8 @@ Error launch_kernel(const void* kernel, const std::vector<R>& ranks, const Grid&
   Launch<R> launch{.one = ranks[0],
                    .many = nullptr,
                    .ranks_here = static_cast<int32_t>(ranks.size()),
-                   .communication_ctas = grid.communication_ctas};
+                   .communication_ctas = grid.communication_ctas,
+                   .schedule_chunks = grid.schedule_chunks};
   void* many = nullptr;
   if (ranks.size() > 1) {
     const size_t bytes = ranks.size() * sizeof(R);

@@ -28,13 +28,14 @@ Error clear_counters(const std::vector<R>& ranks, cudaStream_t stream) {
 
 template <class R>
 Error launch_schedule(const Device& device, const Call& call, const std::vector<R>& ranks, cudaStream_t stream) {
-  const int32_t ranks_here = static_cast<int32_t>(ranks.size()),
-                ctas_in_all = device.multiprocessors - call.reserved_sms;
-  const int32_t ctas = std::clamp<int32_t>(ctas_in_all / ranks_here, 1, kMaxScheduleBlocks);
+  const int32_t ranks_here = static_cast<int32_t>(ranks.size());
+  const int32_t ctas_in_all = device.multiprocessors - call.reserved_sms;
+  const int32_t ctas = std::clamp<int32_t>(ctas_in_all / ranks_here, 1, kMaxScheduleChunks);
   const Grid grid{.ctas = ctas * ranks_here,
                   .threads = schedule_threads(),
                   .shared_bytes = schedule_shared_bytes(R::kDirection, ranks[0].shape),
-                  .communication_ctas = 0};
+                  .communication_ctas = 0,
+                  .schedule_chunks = ctas};  // so that all CTAs have one, if they are resident
   return launch_kernel(schedule_kernel(R::kDirection), ranks, grid, stream);
 }
 
@@ -46,8 +47,25 @@ Error launch_layer(const Device& device, const Call& call, const std::vector<R>&
   const Grid grid{.ctas = clusters * backend.cluster_ctas,
                   .threads = backend.threads,
                   .shared_bytes = backend.shared_bytes,
-                  .communication_ctas = call.communication_ctas};
+                  .communication_ctas = call.communication_ctas,
+                  .schedule_chunks = 0};
   return backend.launch(ranks, grid, stream);
+}
+
+template <class R>
+Error launch_all(const Device& device, const Call& call, const std::vector<R>& ranks, cudaStream_t stream) {
+  if (device.error) return device.error;
+  if (auto error = refuse_too_many_ranks(device, call.ranks_here)) return error;
+  if (auto error = clear_counters(ranks, stream)) return error;
+  if (auto error = launch_schedule(device, call, ranks, stream)) return error;
+  return launch_layer(device, call, ranks, stream);
+}
+
+// That this rank is not coming, as far as that can be done: they may have begun the call.
+void tell_peers(const Rank& rank, cudaStream_t stream) {
+  if (!rank.device) return;
+  void* pointers[] = {const_cast<Rank*>(&rank)};
+  cudaLaunchKernel(abort_kernel(), dim3(1), dim3(1), pointers, 0, stream);
 }
 
 template <class R, class C>
@@ -56,13 +74,12 @@ Error launch(const C& call, cudaStream_t stream) {
   MOK_CUDA_TRY(cudaGetDevice(&id));
   Device& device = Runtime::instance().device(id);
   const std::lock_guard lock(device.mutex);
-  if (device.error) return device.error;
-  if (auto error = refuse_too_many_ranks(device, call.ranks_here)) return error;
+  if (!device.backend) return device.error;
   std::vector<R> ranks(call.ranks_here);
   for (int32_t i = 0; i < call.ranks_here; ++i) fill(call, i, device, ranks[i]);
-  if (auto error = clear_counters(ranks, stream)) return error;
-  if (auto error = launch_schedule(device, call, ranks, stream)) return error;
-  return launch_layer(device, call, ranks, stream);
+  const Error error = launch_all(device, call, ranks, stream);
+  if (error && call.peers) tell_peers(ranks[0], stream);
+  return error;
 }
 
 }  // namespace

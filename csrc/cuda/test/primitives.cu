@@ -444,6 +444,18 @@ TEST(scoped_reductions) {
   expect_equal(large.host(), {(int64_t{kCtas * kThreads} << 30) - 1});
 }
 
+__global__ void take_numbers(int32_t* counter, int32_t* taken) {
+  atomicAdd(taken + add_acq_rel_gpu(counter, 2) / 2, 1);
+}
+
+// Every number once.
+TEST(scoped_addition_that_returns) {
+  constexpr int32_t kCtas = 100, kThreads = 256;
+  Array<int32_t> counter(std::vector<int32_t>(1)), taken(std::vector<int32_t>(kCtas * kThreads));
+  launch(take_numbers, kCtas, kThreads, 0, counter.data(), taken.data());
+  expect_equal(taken.host(), std::vector<int32_t>(kCtas * kThreads, 1));
+}
+
 __global__ void ping_pong(int64_t* flags, uint4* word, int32_t rounds, int32_t* mistakes) {
   const int64_t me = blockIdx.x;
   for (int32_t round = 0; round < rounds; ++round) {
