@@ -12,7 +12,7 @@ namespace {
 
 // All must be resident at once. Each takes multiprocessors that lie together, as all of a whole chip do.
 Error refuse_too_many_ranks(const Device& device, int32_t ranks_here) {
-  const int32_t most = device.multiprocessors / device.backend->cluster_ctas;
+  const int32_t most = std::min<int32_t>(device.multiprocessors / device.backend->cluster_ctas, kMaxRanks);
   if (ranks_here <= most) return std::nullopt;
   return "there are " + std::to_string(ranks_here) + " virtual ranks; this device runs at most " +
          std::to_string(most) + " at once";
@@ -55,7 +55,6 @@ Error launch_layer(const Device& device, const Call& call, const std::vector<R>&
 template <class R>
 Error launch_all(const Device& device, const Call& call, const std::vector<R>& ranks, cudaStream_t stream) {
   if (device.error) return device.error;
-  if (auto error = refuse_too_many_ranks(device, call.ranks_here)) return error;
   if (auto error = clear_counters(ranks, stream)) return error;
   if (auto error = launch_schedule(device, call, ranks, stream)) return error;
   return launch_layer(device, call, ranks, stream);
@@ -75,6 +74,7 @@ Error launch(const C& call, cudaStream_t stream) {
   Device& device = Runtime::instance().device(id);
   const std::lock_guard lock(device.mutex);
   if (!device.backend) return device.error;
+  if (auto error = refuse_too_many_ranks(device, call.ranks_here)) return error;
   std::vector<R> ranks(call.ranks_here);
   for (int32_t i = 0; i < call.ranks_here; ++i) fill(call, i, device, ranks[i]);
   const Error error = launch_all(device, call, ranks, stream);
