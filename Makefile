@@ -11,7 +11,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc mok_jax -type f -not 
 # What depends on JAX's version: tracing, lowering, sharding, and every kind of program around a call.
 CORE_TESTS := $(addprefix tests/test_,xla_contract.py refusals.py sharding.py tensor_axis.py nnx.py linen.py)
 
-.PHONY: demo test test-floor gpu-test gpu-sanitize gpu-bench bench lint format build clean
+.PHONY: demo test test-floor gpu-test gpu-test-ranks gpu-sanitize gpu-bench bench lint format build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -41,6 +41,11 @@ build/gpu/.built: $(SOURCES)
 
 gpu-test: build/gpu/.built
 	JAX_PLATFORMS=cuda,cpu python3 -m pytest -m gpu $(ARGS)
+
+# Several processes, a rank each. Where there are fewer GPUs than RANKS they share them, which NCCL >= 2.30 allows.
+RANKS := 4
+gpu-test-ranks: build/gpu/.built
+	cd tests && python3 -m support.start_ranks $(RANKS) $(if $(NCCL),--nccl $(abspath $(NCCL))) $(ARGS)
 
 gpu-sanitize: build/gpu/.built
 	cd tests && python3 -m support.sanitize_gpu memcheck racecheck $(ARGS)

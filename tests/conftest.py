@@ -5,11 +5,14 @@ Tests run on the CPU unless `JAX_PLATFORMS` names a GPU (`JAX_PLATFORMS=cuda,cpu
 cache stays off: a test must not pass because of what an earlier run has left behind.
 """
 
+import collections
 import faulthandler
 import os
 
 import jax
 import pytest
+
+from support import ranks
 
 RACK_SIZE = 72
 HANG_LIMIT_S = 300
@@ -20,29 +23,38 @@ GPU_IS_REQUESTED = any(name in os.environ.get("JAX_PLATFORMS", "") for name in (
 jax.config.update("jax_platforms", "cuda,cpu" if GPU_IS_REQUESTED else "cpu")
 jax.config.update("jax_num_cpu_devices", RACK_SIZE)
 
+# Processes that run tests together, a rank each (`support.start_ranks`).
+IS_RANK = "MOK_RANKS" in os.environ
+if IS_RANK:
+    ranks.join()
+
 _real_stderr = pytest.StashKey()
-_gpu_tests_left_out = pytest.StashKey()
+_left_out = pytest.StashKey()
 
 
 def pytest_configure(config):
-    config.stash[_gpu_tests_left_out] = 0
+    config.stash[_left_out] = collections.Counter()
     # Capturing replaces file descriptor 2 while tests run; the guard must write to the one that a person sees.
     config.stash[_real_stderr] = os.fdopen(os.dup(2), "w")
 
 
 def pytest_collection_modifyitems(config, items):
-    if GPU_IS_REQUESTED and jax.devices("gpu"):
-        return
+    lacking = {}
+    if not (GPU_IS_REQUESTED and jax.devices("gpu")):
+        lacking["gpu"] = "needs a GPU: set JAX_PLATFORMS=cuda,cpu"
+    if not IS_RANK:
+        lacking["ranks"] = "needs several processes with GPUs: make gpu-test-ranks"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu"))
-            config.stash[_gpu_tests_left_out] += 1
+        for marker, reason in lacking.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+                config.stash[_left_out][marker] += 1
 
 
 @pytest.fixture(autouse=True)
 def default_device(request):
     """Programs of tests that do not ask for a GPU run on the CPU, beside a GPU too."""
-    if request.node.get_closest_marker("gpu"):
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("ranks"):
         yield
     else:
         with jax.default_device(jax.devices("cpu")[0]):
@@ -60,6 +72,6 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    left_out = config.stash[_gpu_tests_left_out]
-    if left_out:
-        terminalreporter.write_line(f"{left_out} tests need a GPU and were not run", yellow=True)
+    needs = {"gpu": "a GPU", "ranks": "several processes with GPUs"}
+    for marker, count in config.stash[_left_out].items():
+        terminalreporter.write_line(f"{count} tests need {needs[marker]} and were not run", yellow=True)

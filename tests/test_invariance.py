@@ -17,8 +17,8 @@ import pytest
 
 from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import SAVE_POLICIES, MoKConfig
+from support import ranks, virtual_ranks
 from support import runner as shard_map_runner
-from support import virtual_ranks
 from support.cases import Case, bad_ids, make, uniform, zipf
 from support.compare import count_differences, differences
 from support.oracle import Outputs
@@ -73,6 +73,16 @@ RUNNERS = {
         dtypes=("bfloat16",),
         activations=("swiglu",),
         marks=(pytest.mark.gpu,),
+    ),
+    # Processes, a rank each; see `ranks`.
+    "ranks": Runner(
+        ranks.run,
+        ep_sizes=(1, ranks.RANKS),
+        workers=tuple({"comm_sms": comm, "reserve_sms": ranks.RESERVED_SMS} for comm in (0, 1, 4)),
+        timings=tuple({"reserve_sms": ranks.RESERVED_SMS + more} for more in (0, 2, 6)),
+        dtypes=("bfloat16",),
+        activations=("swiglu",),
+        marks=(pytest.mark.ranks,),
     ),
 }
 

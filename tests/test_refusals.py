@@ -413,7 +413,7 @@ REFUSED = (
         NotImplementedError,
         r"activation is 'gpt_oss'; on GPUs .* 'swiglu' only so far",
     ),
-    (HOPPER, {"ranks": 8}, NotImplementedError, r"EP is 8; on GPUs .*: axis_name=None \(a layer: a mesh whose expert "),
+    (HOPPER, {"ranks": 73}, ValueError, r"EP is 73; on GPUs .* has room for the 72 of an NVLink domain, the nearest "),
 )
 
 
@@ -467,12 +467,12 @@ def test_place_of_a_program(hopper, monkeypatch, program):
 
 
 def test_none_on_a_gpu_chooses_what_runs(hopper):
-    assert chosen() == "megakernel"
+    assert chosen() == chosen(ranks=2) == "megakernel"
     for changes, reason in (
         ({"width": 20}, "H, of x .* is 20"),
         ({"activation": "gpt_oss"}, "activation is 'gpt_oss'"),
         ({"dtype": jnp.float32}, "x has dtype float32"),
-        ({"ranks": 2}, "EP is 2"),
+        ({"ranks": 73}, "EP is 73"),
     ):
         with pytest.warns(match=rf"mok_jax: using implementation='xla': {reason}"):
             assert chosen(**changes) == "xla"

@@ -44,7 +44,7 @@ def run(
       replicas: number of such groups, along one more axis "data"; each has its share of the tokens and all experts.
     """
     num_tokens = len(inputs.x)
-    step = _compiled_step(ep, implementation, config, activation, activation_limit, axis, check_vma, grad, replicas)
+    step = compiled_step(ep, implementation, config, activation, activation_limit, axis, check_vma, grad, replicas)
     # Without this JAX would narrow float64 to float32; it is part of the key under which jit caches.
     with jax.enable_x64(inputs.x.dtype == np.float64):
         outputs = jax.device_get(step(*pad_tokens(inputs, -num_tokens % (ep * replicas))))
@@ -60,7 +60,7 @@ def run_stats(inputs, ep, *, implementation):
         return jax.tree.map(jnp.atleast_1d, stats)
 
     everything = jax.shard_map(
-        stats_of_rank, mesh=_mesh(ep, ("expert",), 1), in_specs=P("expert"), out_specs=P("expert")
+        stats_of_rank, mesh=make_mesh(ep, ("expert",), 1), in_specs=P("expert"), out_specs=P("expert")
     )
     return jax.device_get(jax.jit(everything)(*pad_tokens(inputs, -len(inputs.x) % ep)[:-1]))
 
@@ -80,7 +80,9 @@ def pad_tokens(inputs, count):
 
 
 @functools.cache
-def _compiled_step(ep, implementation, config, activation, activation_limit, axis, check_vma, grad, replicas):
+def compiled_step(
+    ep, implementation, config, activation, activation_limit, axis, check_vma, grad, replicas, devices=None
+):
     """The jitted step; cached, so that tests which differ in data only do not compile again."""
     import mok_jax
 
@@ -96,7 +98,7 @@ def _compiled_step(ep, implementation, config, activation, activation_limit, axi
     tokens, experts = P(("data", *axes)), P(axes)
     inputs = Inputs(tokens, tokens, tokens, experts, experts, experts, tokens)
     outputs = Outputs(tokens, tokens, tokens, experts, experts, experts)
-    shard_map = functools.partial(jax.shard_map, mesh=_mesh(ep, axes, replicas), check_vma=check_vma)
+    shard_map = functools.partial(jax.shard_map, mesh=make_mesh(ep, axes, replicas, devices), check_vma=check_vma)
     if grad == "inside":
         return jax.jit(shard_map(_differentiated(moe), in_specs=tuple(inputs), out_specs=outputs))
     return jax.jit(_differentiated(shard_map(moe, in_specs=tuple(inputs)[:-1], out_specs=outputs.y)))
@@ -117,10 +119,10 @@ def _differentiated(moe):
     return step
 
 
-def _mesh(ep, axes, replicas):
-    """A mesh ``("data", *axes)`` over the first CPU devices."""
-    devices = jax.devices("cpu")
+def make_mesh(ep, axes, replicas, devices=None):
+    """A mesh ``("data", *axes)`` over the first of the devices, by default CPU devices."""
+    devices = devices or jax.devices("cpu")
     if len(devices) < ep * replicas:
-        raise RuntimeError(f"{replicas} x {ep} ranks need as many CPU devices, and there are {len(devices)}")
+        raise RuntimeError(f"{replicas} x {ep} ranks need as many devices, and there are {len(devices)}")
     sizes = (ep,) if len(axes) == 1 else (2, ep // 2)
     return Mesh(np.array(devices[: ep * replicas]).reshape(replicas, *sizes), ("data", *axes))
