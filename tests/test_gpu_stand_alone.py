@@ -42,9 +42,8 @@ def test_a_product_that_waits_too_long_ends_the_call(ranks, fails, limits, produ
     step = SLOW_PULLS | {"ranks": ranks, "fails": fails, "timeout-us": limits}
     status, output = cuda_programs.run(cuda_programs.build("stand_alone"), *arguments(step), timeout_s=60)
     assert status == 0, output
-    assert re.search(rf"all NaN, GPU 0, rank \d waited longer than timeout_s before a ({products}) task ", output), (
-        output
-    )
+    text = rf"all NaN, GPU 0, rank \d waited longer than timeout_s before a ({products}) task "
+    assert re.search(text, output), output
 
 
 @pytest.mark.skipif(not cuda_programs.find_tool("compute-sanitizer"), reason="compute-sanitizer is not on the path")

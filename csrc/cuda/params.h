@@ -37,6 +37,7 @@ struct Rank {
 
   uint8_t* workspace;            // WorkspaceLayout
   uint64_t hash;                 // of what the call is, alike on all ranks
+  const int32_t* where;          // the rank as the mesh has it, which must be the communicator's; null: no peers
   Meeting* meetings[kMaxRanks];  // of each rank
   uint8_t* arenas[kMaxRanks];    // of each rank, where its DeviceRows begin; SharedArenaLayout has its ids before them
   int64_t arena_ids;             // bytes of each of an arena's two buffers of ids

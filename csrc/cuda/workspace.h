@@ -19,14 +19,16 @@ enum class FailureCode : int32_t {
   disagreement = 4,   // a peer is in another call
   concurrent = 5,     // another call of the same group runs on the device
   aborted = 6,        // the host could not launch the call
+  misplaced = 7,      // the mesh and the communicator number the ranks of a group differently
 };
 
 // The first of a device. All zero while nothing has failed.
 struct Failure {
   int32_t code;  // a FailureCode, as the integer that atomics take
   int32_t rank;
-  int32_t task;           // a TaskKind; -1: no task's, the schedule kernel's
-  int32_t counter;        // which one was too low; of entry_timeout, cancelled and disagreement the peer
+  int32_t task;  // a TaskKind; -1: no task's, the schedule kernel's
+  // Which counter was too low; of entry_timeout, cancelled and disagreement the peer; of misplaced the mesh's rank.
+  int32_t counter;
   int64_t value, target;  // what it was, and what it had to be
 };
 

@@ -42,6 +42,7 @@ void begin_call(const Operands<bf16>& in, const cuda::Peers* peers, cuda::Call& 
   c.reserved_sms = larger(0, a.reserved_sms);
   c.x = in.x;
   c.expert_ids = in.expert_ids;
+  c.where = in.where;
   c.expert_weights = in.expert_weights;
   c.wi_0 = in.wi_0;
   c.wi_1 = in.wi_1;

@@ -30,9 +30,10 @@ def join():
 
 
 def own_share(config=None):
-    """A `MoKConfig` that leaves the other ranks of the GPU theirs."""
+    """A `MoKConfig` that leaves the other ranks of the GPU theirs, and waits for none of them for long."""
     config = MoKConfig() if config is None else config
-    return dataclasses.replace(config, reserve_sms=max(config.reserve_sms or 0, RESERVED_SMS) or None)
+    reserve_sms = max(config.reserve_sms or 0, RESERVED_SMS) or None
+    return dataclasses.replace(config, reserve_sms=reserve_sms, entry_timeout_s=25, timeout_s=15)
 
 
 def place(array, mesh, spec):

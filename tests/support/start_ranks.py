@@ -18,6 +18,8 @@ from pathlib import Path
 from support.processes import free_port
 
 GRACE_S = 20  # for the others, when one has failed
+# CTAs of a collective of NCCL's, of each rank that shares a GPU: those that wait for peers must leave room for theirs.
+NCCL_CTAS = 2
 
 
 def main():
@@ -56,13 +58,14 @@ def environment(rank, options, gpus, shared):
     variables = os.environ | {"JAX_PLATFORMS": "cuda,cpu", "MOK_RANKS": str(options.ranks), "MOK_RANK": str(rank)}
     if gpus > 1:
         return variables | {"CUDA_VISIBLE_DEVICES": str(rank)}
-    of_rank = multiprocessors() // options.ranks // 2 * 2
+    of_rank = (multiprocessors() // options.ranks - NCCL_CTAS) // 2 * 2
     return (
         variables
         | shared
         | {
             "LD_PRELOAD": os.path.abspath(options.nccl),
             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+            "NCCL_MAX_CTAS": str(NCCL_CTAS),
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "MOK_RESERVED_SMS": str(multiprocessors() - of_rank),
         }

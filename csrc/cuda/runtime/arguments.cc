@@ -13,6 +13,7 @@ void place_ranks(const Call& c, Rank& rank) {
   if (c.peers) {
     const SharedArenaLayout layout{ArenaClass(s, 2)};
     rank.arena_ids = layout.expert_ids[1];
+    rank.where = c.where;
     for (int64_t r = 0; r < s.ranks; ++r) {
       rank.meetings[r] = c.peers->meetings[r];
       rank.arenas[r] = c.peers->arenas[r] + layout.rows_begin;
@@ -22,6 +23,7 @@ void place_ranks(const Call& c, Rank& rank) {
   const SharedArenaLayout layout = local_arena(s);
   const WorkspaceLayout workspace(s);
   rank.arena_ids = layout.expert_ids[1];
+  rank.where = nullptr;
   for (int64_t r = 0; r < s.ranks; ++r) {
     uint8_t* begin = c.workspace + r * workspace_bytes(s, c.ranks_here);
     rank.meetings[r] = reinterpret_cast<Meeting*>(begin + workspace.meeting);

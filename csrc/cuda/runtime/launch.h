@@ -21,7 +21,7 @@ struct Call {
   int32_t communication_ctas, reserved_sms;
 
   const bf16 *x, *dy;
-  const int32_t* expert_ids;
+  const int32_t *expert_ids, *where;
   const float* expert_weights;
   const bf16 *wi_0, *wi_1, *wo;
   bf16* out;

@@ -17,13 +17,17 @@ std::string describe(const Failure& failure) {
       return rank + " waited longer than entry_timeout_s for " + peer + " to start call " +
              std::to_string(failure.target) + ", which is in call " + std::to_string(failure.value);
     case FailureCode::cancelled:
-      return rank + " ended a call early because " + peer + " had failed; what of is in the message of its process";
+      return rank + " ended a call early because " + peer + " had failed; its process tells why";
     case FailureCode::disagreement:
       return rank + " and " + peer + " are in different calls, or in calls of different shapes";
     case FailureCode::concurrent:
       return rank + " was in two calls of one expert-parallel group at the same time; order them by their operands";
     case FailureCode::aborted:
       return rank + " could not launch a call; the host's error says why";
+    case FailureCode::misplaced:
+      return rank + " of its group is number " + std::to_string(failure.counter) +
+             " along the mesh's expert axes: make the mesh of jax.devices() in their order "
+             "(mok_jax.sharding.make_mesh)";
     default:
       break;
   }

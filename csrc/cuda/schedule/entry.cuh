@@ -95,12 +95,19 @@ __device__ __forceinline__ bool is_alone(const Rank& rank) {
   return false;
 }
 
+// Whether the mesh gives the rank the number that the communicator has given it, by which it finds its peers.
+__device__ __forceinline__ bool is_in_place(const Rank& rank) {
+  if (!rank.where || *rank.where == rank.shape.rank) return true;
+  fail(rank, FailureCode::misplaced, -1, *rank.where, 0, 0);
+  return false;
+}
+
 // Claims the first chunk to fill; `told` is shared memory. False: the call has failed.
 __device__ __forceinline__ bool begin(const Block& b, int32_t& told) {
   bool ended = false;
   if (threadIdx.x == 0) {
     const int32_t chunk = claim(&b.rank.header().filled);
-    ended = failed(b.rank) || !is_alone(b.rank);  // asked while the claim is on its way
+    ended = failed(b.rank) || !is_alone(b.rank) || !is_in_place(b.rank);  // asked while the claim is on its way
     told = chunk;
   }
   return !__syncthreads_or(ended);

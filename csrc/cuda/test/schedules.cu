@@ -200,6 +200,16 @@ class Ranks {
     check(cudaDeviceSynchronize());
   }
 
+  // Changes the arguments of rank 0, and what it finds in its Meeting.
+  template <class Change>
+  void change_first(const Change& change) {
+    Meeting met;
+    check(cudaMemcpy(&met, meeting(0), sizeof(met), cudaMemcpyDeviceToHost));
+    change(one_, met);
+    check(cudaMemcpy(meeting(0), &met, sizeof(met), cudaMemcpyHostToDevice));
+    check(cudaMemcpy(ranks_.data(), &one_, sizeof(R), cudaMemcpyHostToDevice));
+  }
+
   void launch(int32_t ctas, int32_t chunks, int32_t ranks_here, cudaStream_t stream = nullptr) {
     Launch<R> arguments{.one = one_,
                         .many = ranks_here > 1 ? ranks_.data() : nullptr,
@@ -571,6 +581,46 @@ TEST(a_peer_that_does_not_come) {
     named("forward", [&] { run_without_peer<ForwardRank>(s, ctas); });
     named("backward", [&] { run_without_peer<BackwardRank>(s, ctas); });
   }
+}
+
+// Rank 0 is changed, and all end their call early, since virtual ranks are of one device.
+template <class R, class Change>
+void run_changed(FailureCode code, int32_t counter, const Change& change) {
+  Ranks<R> ranks(shape_of(2, 1000, 8, 16, 64));
+  ranks.prepare();
+  ranks.change_first(change);
+  ranks.launch(ranks.all_ctas(), ranks.all_ctas());
+  check(cudaDeviceSynchronize());
+  ranks.expect_no_rows();
+  const Failure& failure = ranks.failure();
+  expect_equal<int32_t>({failure.code, failure.counter}, {static_cast<int32_t>(code), counter});
+}
+
+// Either rank may be the first to see that the other means another call.
+TEST(ranks_in_different_calls) {
+  const auto change = [](auto& rank, Meeting&) { rank.hash = 7; };
+  Ranks<ForwardRank> ranks(shape_of(2, 1000, 8, 16, 64));
+  ranks.prepare();
+  ranks.change_first(change);
+  ranks.launch(ranks.all_ctas(), ranks.all_ctas());
+  check(cudaDeviceSynchronize());
+  ranks.expect_no_schedule();
+  const Failure& failure = ranks.failure();
+  expect_equal<int32_t>({failure.code, failure.counter},
+                        {static_cast<int32_t>(FailureCode::disagreement), 1 - failure.rank});
+}
+
+TEST(a_rank_in_two_calls) {
+  const auto change = [](auto&, Meeting& met) { met.progress.busy = 1; };
+  run_changed<ForwardRank>(FailureCode::concurrent, -1, change);
+  run_changed<BackwardRank>(FailureCode::concurrent, -1, change);
+}
+
+TEST(a_rank_in_another_place) {
+  const Array<int32_t> where(std::vector<int32_t>{1, 0});
+  const auto change = [&](auto& rank, Meeting&) { rank.where = where.data(); };
+  run_changed<ForwardRank>(FailureCode::misplaced, 1, change);
+  run_changed<BackwardRank>(FailureCode::misplaced, 1, change);
 }
 
 }  // namespace
