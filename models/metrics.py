@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import optax
 
+import mok_jax
+
 METRICS_FILE = "metrics.jsonl"
 SAMPLE_FILE = "sample.txt"
 LOSS_PICTURE = "loss.png"
@@ -55,7 +57,8 @@ class Intervals:
 
     A step's values are read when the next step has been given to the devices, so that they never wait for Python. So
     one more step is computed before a loss that is no number is noticed: ``add`` and ``finish`` then write the interval
-    as far as it has come, and raise FloatingPointError.
+    as far as it has come, and raise FloatingPointError. Where a GPU has reported a failure they write nothing, and
+    raise what ``mok_jax.check`` does.
     """
 
     def __init__(self, log: BinaryIO, schedule: optax.Schedule, tokens_per_step: int, length: int):
@@ -87,6 +90,7 @@ class Intervals:
         return self._write() if len(self._steps) == self._length else None
 
     def _write(self) -> dict:
+        mok_jax.check()  # what a call that ended early has left are no metrics
         seconds = time.perf_counter() - self._started
         load = np.sum([step["expert_load"] for step in self._steps], axis=0)
         even = np.maximum(load.mean(axis=-1), 1 / load.shape[-1])  # Of a run that diverged there may be no tokens.

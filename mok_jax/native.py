@@ -105,14 +105,15 @@ def check() -> None:
     later call then fails, and so does this.
 
     Raises:
-      RuntimeError: with rank, task and counter.
+      RuntimeError: with process, GPU, rank, task and counter.
 
     Example:
       >>> check()
     """
-    text = library().failure_text()
+    text = None if missing() else library().failure_text()
     if text:
-        raise RuntimeError(f"mok_jax: {text}")
+        of_process = f"process {jax.process_index()}, " if jax.process_count() > 1 else ""
+        raise RuntimeError(f"mok_jax: {of_process}{text}")
 
 
 @functools.cache

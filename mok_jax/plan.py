@@ -209,11 +209,12 @@ def make_plan(request: Request) -> Plan:
         legal value.
 
     Example:
-      >>> plan = make_plan(Request(model="deepseek-v3", gpus=144, implementation="megakernel"))
+      >>> request = Request(model="deepseek-v3", gpus=144, implementation="megakernel", compute_capability="10.0")
+      >>> plan = make_plan(request)
       >>> plan.mesh.data, plan.mesh.expert, plan.mesh.experts_per_gpu, plan.mesh.padding
       (2, 72, 4, 32)
       >>> plan.refused_today.split(";")[0]
-      'EP is 72'
+      'no kernel for compute capability 10.0 yet, only for 9.0 (Hopper)'
     """
     layer, mesh = LAYERS[request.model], plan_mesh(request)
     refusal = _why_not_megakernel(request, layer, mesh)

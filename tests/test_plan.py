@@ -248,10 +248,9 @@ def test_xla_holds_all_slots_of_all_ranks():
     assert (made.ring_rows, made.max_rows) == (None, 64 * 4096 * 8)
     rows = made.max_rows * 7168 * 2
     assert rows == 28 * GIB and made.bytes.residuals > rows and made.bytes.backward_buffers > 6 * rows
-    with pytest.raises(
-        ValueError, match=r"with 'xla' .*tokens_per_gpu=4096 is \d+\. The megakernel would not run: EP is"
-    ):
-        make_plan(dataclasses.replace(request, memory_gib=141))
+    text = r"with 'xla' .*tokens_per_gpu=4096 is \d+\. The megakernel would not run: no kernel for compute capability"
+    with pytest.raises(ValueError, match=text):
+        make_plan(dataclasses.replace(request, memory_gib=141, compute_capability="10.0"))
 
 
 def scanned_step(shape, layers):
@@ -303,21 +302,26 @@ def test_bytes_of_xla_are_those_of_compiled_steps(shape):
 
 def test_command_prints_a_table(capsys):
     line = "plan --model kimi-k2 --gpus 576 --domain 72"
-    assert run_main(line + " --implementation megakernel") == plan.REFUSED_TODAY
+    elsewhere = line + " --compute-capability 10.0"
+    assert run_main(elsewhere + " --implementation megakernel") == plan.REFUSED_TODAY
     printed = capsys.readouterr()
     for part in ("kimi-k2 on 576 GPUs", "refused today", "8 x 72", "parameters", "arena", "buffers, backward", "0.66"):
         assert part in printed.out
-    assert printed.err.startswith("refused today: EP is 72")
-    assert run_main(line + " --tokens-per-gpu 128") == plan.FITS
+    assert printed.err.startswith("refused today: no kernel for compute capability 10.0")
+    assert run_main(elsewhere + " --tokens-per-gpu 128") == plan.FITS
     text = capsys.readouterr().out
     assert "not the megakernel" in text and "arena" not in text
+    assert run_main(line) == plan.FITS
+    assert "not the megakernel" not in capsys.readouterr().out
 
 
 def test_command_prints_json(capsys):
     line = "plan --model kimi-k2 --gpus 576 --expert-parallelism 64 --allow-idle --json --implementation megakernel"
+    line += " --compute-capability 10.0"
     assert run_main(line) == plan.REFUSED_TODAY
     printed = json.loads(capsys.readouterr().out)
     changes = {"expert_parallelism": 64, "allow_idle": True, "implementation": "megakernel"}
+    changes["compute_capability"] = "10.0"
     made = make_plan(Request(model="kimi-k2", gpus=576, **changes))
     assert printed == made.as_dict()
     assert printed["bytes"]["peak"] == made.bytes.peak

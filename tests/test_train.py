@@ -1,6 +1,7 @@
 """The demonstration command, very small, as a user starts it: what it writes, how it ends, and what it refuses."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -18,7 +19,8 @@ from rich.console import Console
 from models import data, train
 from models.config import ModelConfig
 from models.interrupt import GRACE_S
-from models.metrics import read_metrics
+from models.metrics import Intervals, read_metrics
+from mok_jax import native
 from support.processes import cpu_environment
 
 ROOT = Path(__file__).parents[1]
@@ -349,3 +351,14 @@ def test_missing_and_empty_text(tmp_path):
         data.load_corpus(tmp_path)
     with pytest.raises(ValueError, match="5 bytes; a crop takes 9"):
         next(data.random_crops(np.zeros(5, np.uint8), 1, 9, seed=0))
+
+
+def test_what_a_gpu_has_reported_ends_the_run_before_anything_is_written(monkeypatch):
+    log = io.BytesIO()
+    intervals = Intervals(log, lambda step: 0.1, tokens_per_step=1, length=1)
+    step = {"loss": np.float32(1), "router_loss": np.float32(0), "expert_load": np.ones((1, 2))}
+    intervals.add(step)
+    monkeypatch.setattr(native.library(), "failure_text", lambda: "GPU 0, rank 1 waited", raising=True)
+    with pytest.raises(RuntimeError, match=r"^mok_jax: GPU 0, rank 1 waited$"):
+        intervals.add(step)
+    assert not log.getvalue()
