@@ -2,7 +2,7 @@
 
 import sys
 
-from mok_jax import plan
+from mok_jax import plan, verify
 from mok_jax.command import Parser
 
 
@@ -10,11 +10,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command (``None``: of this process' arguments); returns its exit status."""
     parser = Parser("python -m mok_jax", description="Mixture-of-Experts for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    text = "whether a published layer fits a cluster, and what it takes of every GPU"
-    about = f"{text[0].upper()}{text[1:]}. Defaults are in parentheses."
-    command = commands.add_parser("plan", help=text, description=about)
-    plan.add_arguments(command)
-    command.set_defaults(run=plan.run)
+    plans = "whether a published layer fits a cluster, and what it takes of every GPU"
+    verifies = "whether the megakernel's numbers are right on a shape and on this machine, and its bits always the same"
+    for name, module, text in (("plan", plan, plans), ("verify", verify, verifies)):
+        about = f"{text[0].upper()}{text[1:]}. Defaults are in parentheses."
+        command = commands.add_parser(name, help=text, description=about)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 
