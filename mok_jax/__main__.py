@@ -2,7 +2,7 @@
 
 import sys
 
-from mok_jax import plan, verify
+from mok_jax import plan, preflight, verify
 from mok_jax.command import Parser
 
 
@@ -12,7 +12,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     plans = "whether a published layer fits a cluster, and what it takes of every GPU"
     verifies = "whether the megakernel's numbers are right on a shape and on this machine, and its bits always the same"
-    for name, module, text in (("plan", plan, plans), ("verify", verify, verifies)):
+    looks = "what this machine has, and what keeps the megakernel from running on it"
+    modules = ("plan", plan, plans), ("preflight", preflight, looks), ("verify", verify, verifies)
+    for name, module, text in modules:
         about = f"{text[0].upper()}{text[1:]}. Defaults are in parentheses."
         command = commands.add_parser(name, help=text, description=about)
         module.add_arguments(command)

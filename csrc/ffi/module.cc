@@ -11,6 +11,7 @@
 #include "ffi/cpu.h"
 #include "moe/scratch.h"
 #ifdef MOK_WITH_CUDA
+#include "cuda/runtime/nccl.h"
 #include "cuda/runtime/report.h"
 #include "ffi/cuda.h"
 #endif
@@ -41,6 +42,13 @@ std::string failure_text() {
   if (const auto text = mok::cuda::failure_text()) return *text;
 #endif
   return {};
+}
+
+std::string nccl_missing() {
+#ifdef MOK_WITH_CUDA
+  return mok::cuda::Nccl::instance().missing;
+#endif
+  return "the extension was built without CUDA";
 }
 
 // Calls, and cycles of their CTAs.
@@ -95,6 +103,7 @@ NB_MODULE(_native, m) {
         "The GPU architectures that have kernels: names by compute capability, such as \"9.0\".");
   m.def("gpu_cycles", &gpu_cycles, nb::call_guard<nb::gil_scoped_release>(),
         "Calls that the current GPU has completed, and clock cycles of all their CTAs; waits for it. For benchmarks.");
+  m.def("nccl_missing", &nccl_missing, "Why the NCCL that is loaded cannot serve several GPUs; empty: it can.");
   m.def("failure_text", &failure_text, "What a GPU has reported of an earlier call; empty: nothing.");
   m.def("call_site_type", [] {
     nb::dict type;
