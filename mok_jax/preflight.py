@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mok_jax import native, support, verify
 from mok_jax.command import whole
@@ -83,11 +85,21 @@ def probe_implementation() -> Iterator[Finding]:
 
 
 def probe_nccl() -> Iterator[Finding]:
-    """Whether the NCCL that XLA has loaded lets GPUs share memory; of no interest to one device."""
+    """Whether a collective of XLA's works, which loads NCCL, and whether that lets GPUs share memory."""
     if native.missing() or len(jax.devices()) == 1 or jax.devices()[0].platform != "gpu":
         return
+    found = f"a sum over all devices is {_sum_over_devices():g}"
+    yield Finding("collective", found)
     missing = native.library().nccl_missing()
     yield Finding("NCCL", missing or "has windows", "pip install -U nvidia-nccl-cu13" if missing else "")
+
+
+def _sum_over_devices() -> float:
+    """Of a one on each, by an all-reduce."""
+    devices = np.array(jax.devices())
+    everywhere = NamedSharding(Mesh(devices, ("all",)), PartitionSpec("all"))
+    ones = jax.make_array_from_callback(devices.shape, everywhere, np.ones(devices.shape).__getitem__)
+    return float(jax.jit(jnp.sum)(ones))
 
 
 def probe_environment() -> Iterator[Finding]:

@@ -6,6 +6,8 @@ whose processes they are of nor which ones the arguments of a ``jit`` are commit
 """
 
 import dataclasses
+import importlib.metadata
+import os
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ MOST_LOCAL_EXPERTS_ON_GPU = ((227 * 1024 - 1040) // 4 - 1) // 10
 
 # Ranks of a group, kMaxRanks in csrc/cuda/workspace.h.
 LARGEST_GROUP = 72
+# kLeastVersion in csrc/cuda/runtime/nccl.h.
+LEAST_NCCL = "2.29"
 
 # In the words of `jax.Device.platform`, which does not tell NVIDIA's GPUs from others: their compute capability does.
 _LOWERED_PLATFORMS = {"gpu": "cuda"}
@@ -33,12 +37,14 @@ class Place:
       processes: that the devices of the call may belong to.
       compute_capability: of the GPUs, such as ``"9.0"``; ``None``: not known.
       has_kernels: whether the extension there was built with its kernels for GPUs.
+      nccl: version of the package whose NCCL XLA loads there, such as ``"2.29.2"``; ``None``: not known.
     """
 
     platform: str | None = None
     processes: int = 1
     compute_capability: str | None = None
     has_kernels: bool = True
+    nccl: str | None = None
 
 
 def why_not(place: Place, x: Any, wi_0: Any, ranks: int, activation: str) -> Exception | None:
@@ -68,7 +74,7 @@ def why_not(place: Place, x: Any, wi_0: Any, ranks: int, activation: str) -> Exc
     if place.platform is None:
         return None
     if place.platform == "cuda":
-        return _why_not_on(place) or _why_not_on_gpus(x, wi_0, ranks, activation)
+        return _why_not_on(place, ranks) or _why_not_on_gpus(x, wi_0, ranks, activation)
     if place.platform != "cpu":
         return NotImplementedError(
             f'implementation="megakernel" has no kernel for platform {place.platform!r}; use implementation="xla"'
@@ -82,8 +88,8 @@ def why_not(place: Place, x: Any, wi_0: Any, ranks: int, activation: str) -> Exc
     return None
 
 
-def _why_not_on(place: Place) -> Exception | None:
-    """Of the machine with GPUs, whatever the call."""
+def _why_not_on(place: Place, ranks: int) -> Exception | None:
+    """Of the machine with GPUs, whatever the call but for its ranks."""
     if not place.has_kernels:
         return NotImplementedError(
             'the extension was built without CUDA, and implementation="megakernel" has no kernel for GPUs then: build '
@@ -95,7 +101,16 @@ def _why_not_on(place: Place) -> Exception | None:
             f"no kernel for compute capability {place.compute_capability} yet, only for {known}; use "
             'implementation="xla"'
         )
+    if ranks > 1 and place.nccl is not None and _numbers(place.nccl) < _numbers(LEAST_NCCL):
+        return NotImplementedError(
+            f'EP is {ranks}; on several GPUs implementation="megakernel" wants NCCL {LEAST_NCCL} or newer, and '
+            f'{place.nccl} is installed: pip install -U nvidia-nccl-cu13, or use implementation="xla"'
+        )
     return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def _why_not_on_gpus(x: Any, wi_0: Any, ranks: int, activation: str) -> Exception | None:
@@ -186,4 +201,14 @@ def _likely_device(x: Any) -> Any:
 def _place_of(platform: str, device: Any, processes: int) -> Place:
     if platform != "cuda":
         return Place(platform, processes)
-    return Place(platform, processes, getattr(device, "compute_capability", None), native.has_cuda())
+    return Place(platform, processes, getattr(device, "compute_capability", None), native.has_cuda(), _nccl())
+
+
+def _nccl() -> str | None:
+    """Of the package that JAX's CUDA extra installs; not known where another library is loaded in its place."""
+    if "nccl" in os.environ.get("LD_PRELOAD", ""):
+        return None
+    try:
+        return importlib.metadata.version("nvidia-nccl-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        return None

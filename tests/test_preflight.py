@@ -51,11 +51,17 @@ def test_a_call_that_raises(capsys, monkeypatch, error, text):
     assert found["found"] == text and found["remedy"]
 
 
+def test_sum_over_devices():
+    assert preflight._sum_over_devices() == 72
+
+
 def test_nccl_is_asked_where_there_are_several_gpus(capsys, monkeypatch):
     assert "NCCL" not in findings(capsys)
     gpus = [type("Gpu", (), {"platform": "gpu"})] * 2
     monkeypatch.setattr(jax, "devices", lambda: gpus)
-    (found,) = preflight.probe_nccl()
+    monkeypatch.setattr(preflight, "_sum_over_devices", lambda: 2.0)
+    collective, found = preflight.probe_nccl()
+    assert collective.found == "a sum over all devices is 2"
     assert found.name == "NCCL" and (found.found == "has windows") == (not found.remedy)
 
 

@@ -4,6 +4,7 @@ Every row of `ARGUMENTS` changes one argument of a legal call. Refusals that a t
 causes have tests of their own below. Those of the Flax layer are in `test_nnx`, those of meshes in `test_sharding`.
 """
 
+import dataclasses
 import functools
 import re
 import sys
@@ -413,6 +414,12 @@ REFUSED = (
         NotImplementedError,
         r"activation is 'gpt_oss'; on GPUs .* 'swiglu' only so far",
     ),
+    (
+        dataclasses.replace(HOPPER, nccl="2.28.9"),
+        {"ranks": 2},
+        NotImplementedError,
+        r"EP is 2; on several GPUs .* wants NCCL 2\.29 or newer, and 2\.28\.9 is installed: pip install -U nvidia-nccl",
+    ),
     (HOPPER, {"ranks": 73}, ValueError, r"EP is 73; on GPUs .* has room for the 72 of an NVLink domain, the nearest "),
 )
 
@@ -432,12 +439,14 @@ def test_why_not(place, changes, exception, text):
         (Place("cpu"), {"width": 20, "dtype": jnp.float32}),
         (Place("cpu"), {"experts": 10_000}),
         (HOPPER, {"experts": 5785}),
+        (dataclasses.replace(HOPPER, nccl="2.28.9"), {}),  # one rank needs none
         (Place("cuda"), {}),  # of a GPU that is elsewhere nothing is known
     ),
 )
 def test_why_not_of_what_runs(place, changes):
     assert why_not(place, *like(**changes), 1, "swiglu") is None
     assert why_not(Place("cpu", processes=2), *like(), 1, "swiglu") is None
+    assert why_not(dataclasses.replace(HOPPER, nccl="2.30.7"), *like(), 72, "swiglu") is None
 
 
 @pytest.fixture
