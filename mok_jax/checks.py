@@ -9,7 +9,7 @@ import numpy as np
 
 from mok_jax.activation import ACTIVATIONS
 from mok_jax.config import ROW_BLOCK, MoKConfig, require_choice
-from mok_jax.semantics import accumulator_dtype, group_size
+from mok_jax.semantics import accumulator_dtype, axis_names, group_size
 
 
 def check_arguments(x, expert_ids, expert_weights, wi_0, wi_1, wo, axis_name, activation, activation_limit, config):
@@ -66,7 +66,7 @@ def _check_axis_name(axis_name) -> None:
             f"axis_name is {axis_name!r}; it must be the name of a mesh axis, a tuple of such names, or None"
         )
     there = jax.sharding.get_abstract_mesh().manual_axes
-    missing = [name for name in ((axis_name,) if isinstance(axis_name, str) else axis_name) if name not in there]
+    missing = [name for name in axis_names(axis_name) if name not in there]
     if missing:
         raise ValueError(
             f"axis_name is {axis_name!r}, but no jax.shard_map around this call is manual over {missing} (it is over "

@@ -57,6 +57,16 @@ def group_size(axis_name):
     return 1 if axis_name is None else jax.lax.axis_size(axis_name)
 
 
+def axis_names(axis_name) -> tuple[str, ...]:
+    """The names of a mesh axis, or of several together; none for None.
+
+    Example:
+      >>> axis_names("expert"), axis_names(("rack", "expert")), axis_names(None)
+      (('expert',), ('rack', 'expert'), ())
+    """
+    return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
 def accumulator_dtype(dtype):
     """The dtype that sums are kept in: float64 for float64, else float32."""
     return np.promote_types(dtype, np.float32)
@@ -68,8 +78,7 @@ def vary_alike(*arrays, axis_name):
     Under ``shard_map``'s ``check_vma=True`` a loop carry must have one type throughout, and a weight that is replicated
     over a data axis gets its gradient summed over that axis by the transpose of this cast. Elsewhere nothing happens.
     """
-    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
-    axes = axes.union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    axes = set(axis_names(axis_name)).union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
 
     def vary(array):
         missing = axes - jax.typeof(array).manual_axis_type.varying

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from mok_jax.semantics import axis_names
+
 DATA_AXIS = "data"
 EXPERT_AXIS = "expert"
 TENSOR_AXIS = "tensor"
@@ -139,7 +141,7 @@ def pad_experts(num_experts: int, expert_parallelism: int) -> PaddedExperts:
 def axis_size(mesh: Mesh, expert_axis: str | tuple[str, ...]) -> int:
     """The size of a mesh axis, or of several together; raises ValueError for one that ``mesh`` does not have."""
     size = 1
-    for name in (expert_axis,) if isinstance(expert_axis, str) else expert_axis:
+    for name in axis_names(expert_axis):
         if name not in mesh.shape:
             raise ValueError(f"expert_axis={expert_axis!r} is not in the mesh; its axes are {mesh.axis_names}.")
         size *= mesh.shape[name]

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mok_jax.semantics import axis_names
+
 
 class Split(NamedTuple):
     """Where tokens are split.
@@ -155,7 +157,7 @@ def _check_mesh_around(mesh: Mesh | AbstractMesh, expert_axis: str | tuple[str, 
             f"mesh has axes {dict(mesh.shape)}, but the layer is called under a mesh of {dict(around.shape)} "
             "(jax.set_mesh or jax.shard_map). Give the layer that mesh, and as expert_axis one of its axes."
         )
-    axes = (expert_axis,) if isinstance(expert_axis, str) else expert_axis
+    axes = axis_names(expert_axis)
     if any(axis in around.manual_axes and around.shape[axis] > 1 for axis in axes):
         raise ValueError(
             f"expert_axis={expert_axis!r}: the layer is called inside a jax.shard_map over it, and makes one of its "

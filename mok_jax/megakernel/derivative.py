@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mok_jax.megakernel.buffers import BackwardOperands, ForwardOperands, residuals_of, weight_grad_dtype
 from mok_jax.megakernel.call import make_call
 from mok_jax.megakernel.lowering import backward, forward
-from mok_jax.semantics import group_size, vary_alike
+from mok_jax.semantics import axis_names, group_size, vary_alike
 from mok_jax.stats import MoEStats
 
 RESIDUALS_NAME = "mok_residuals"
@@ -37,22 +37,18 @@ def moe(x, expert_ids, expert_weights, wi_0, wi_1, wo, *, axis_name, activation,
     ranks = group_size(axis_name)
     shape = ranks, x.shape[0], expert_ids.shape[1], wi_0.shape[0]
     call = make_call(*shape, activation, activation_limit, config)
-    call = dataclasses.replace(call, axes=_axes(axis_name))
+    call = dataclasses.replace(call, axes=axis_names(axis_name))
     arguments = x, expert_ids, expert_weights, wi_0, wi_1, wo
     varied = vary_alike(*arguments, axis_name=axis_name)
     y, expert_rows, bad_tokens = _moe(call, axis_name, arguments, *varied)
     return y, MoEStats(expert_rows.sum(dtype=jnp.int32), expert_rows, bad_tokens)
 
 
-def _axes(axis_name) -> tuple[str, ...]:
-    return () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-
-
 def coordinates(axis_name):
     """int32 ``[2]``: this rank within its expert-parallel group, and the number of the group in the mesh."""
     if axis_name is None:
         return jnp.zeros(2, jnp.int32)
-    axes = _axes(axis_name)
+    axes = axis_names(axis_name)
     others = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis not in axes)
     group = jax.lax.axis_index(others) if others else 0
     return jnp.stack([jax.lax.axis_index(axes), group]).astype(jnp.int32)
