@@ -1,8 +1,10 @@
 """What the command lines of this repository share: refusals of one line, checked numbers, and folders of results."""
 
 import argparse
+import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +23,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Says what is wrong, without the usage that ``--help`` shows."""
         self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}\n")
+
+
+def say_refused(refusal: Exception, *, as_json: bool) -> None:
+    """Says why a command does not do what it was asked for: on stderr or, for machines, as JSON on stdout.
+
+    Example:
+      >>> say_refused(ValueError("gpus=0 must be at least 1"), as_json=True)
+      {"refused": "gpus=0 must be at least 1"}
+    """
+    if as_json:
+        print(json.dumps({"refused": str(refusal)}))
+    else:
+        print(f"refused: {refusal}", file=sys.stderr)
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -24,6 +24,7 @@ import numpy as np
 
 from mok_jax import checks, megakernel, native, sharding, support, xla_bytes
 from mok_jax.api import Implementation
+from mok_jax.command import say_refused
 from mok_jax.config import SAVE_POLICIES, MoKConfig, Save, require_choice
 from mok_jax.zoo import LAYERS, Layer
 
@@ -466,10 +467,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plan = make_plan(Request(**fields))
     except ValueError as refusal:
-        if arguments.json:
-            print(json.dumps({"refused": str(refusal)}))
-        else:
-            print(f"refused: {refusal}", file=sys.stderr)
+        say_refused(refusal, as_json=arguments.json)
         return DOES_NOT_FIT
     if arguments.json:
         print(json.dumps(plan.as_dict(), indent=2))

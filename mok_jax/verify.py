@@ -7,7 +7,6 @@ and all results must be the same bits however the work is cut and spread. Inputs
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mok_jax.activation import ACTIVATIONS, Activation
 from mok_jax.api import moe
-from mok_jax.command import positive, whole
+from mok_jax.command import positive, say_refused, whole
 from mok_jax.config import ROW_BLOCK, SAVE_POLICIES, MoKConfig
 from mok_jax.zoo import LAYERS
 
@@ -179,7 +178,7 @@ def verify(request: Request) -> Iterator[Check]:
     inputs = make_inputs(request)
     results = run_layer(request, inputs, request.expert_parallelism)
     yield from _check_numbers(request, inputs, results)
-    for name, settings in _ways(request, inputs).items():
+    for name, settings in _ways(request).items():
         ranks = settings.pop("ranks", request.expert_parallelism)
         yield _check_bits(f"same bits: {name}", results, run_layer(request, inputs, ranks, **settings))
     yield _check_other_tokens(request, inputs, results)
@@ -264,13 +263,13 @@ def _expert_in_float64(request: Request, inputs: Inputs, expert: int, columns: n
 # ---- Bits.
 
 
-def _ways(request: Request, inputs: Inputs) -> dict[str, dict[str, Any]]:
+def _ways(request: Request) -> dict[str, dict[str, Any]]:
     """Other ways to run the same call, by name."""
     small = {"ring_rows": ROW_BLOCK, "minibatch_rows": ROW_BLOCK}
     ways: dict[str, dict[str, Any]] = {"again": {}, "the smallest minibatch": {"minibatch_rows": ROW_BLOCK}}
-    ways["the smallest ring"] = dict(small)
     for save in SAVE_POLICIES:
-        ways[f"save={save}"] = {"save": save}
+        if save != MoKConfig.save:  # which is "again"
+            ways[f"save={save}"] = {"save": save}
         ways[f"save={save}, the smallest ring"] = {"save": save} | small
     if jax.local_devices()[0].platform == "cpu":
         workers = {"host_comm_workers": 2, "host_compute_workers": 3}
@@ -358,10 +357,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 print(f"{'holds' if check.holds else 'WRONG':6} {check.name:52} {check.found}".rstrip(), flush=True)
     except (ValueError, TypeError, NotImplementedError, ImportError) as refusal:
-        if arguments.json:
-            print(json.dumps({"refused": str(refusal)}))
-        else:
-            print(f"refused: {refusal}", file=sys.stderr)
+        say_refused(refusal, as_json=arguments.json)
         return REFUSED
     if arguments.json:
         device = jax.local_devices()[0]
