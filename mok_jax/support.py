@@ -6,6 +6,7 @@ whose processes they are of nor which ones the arguments of a ``jit`` are commit
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 from typing import Any
@@ -204,6 +205,7 @@ def _place_of(platform: str, device: Any, processes: int) -> Place:
     return Place(platform, processes, getattr(device, "compute_capability", None), native.has_cuda(), _nccl())
 
 
+@functools.cache
 def _nccl() -> str | None:
     """Of the package that JAX's CUDA extra installs; not known where another library is loaded in its place."""
     if "nccl" in os.environ.get("LD_PRELOAD", ""):
