@@ -33,8 +33,8 @@ def main():
     if gpus == 0 or (sharing and not options.nccl):
         print(f"skipped: {options.ranks} ranks, {gpus} GPUs; to share them, name an NCCL >= 2.30: NCCL=libnccl.so.2")
         return 0
-    with tempfile.TemporaryDirectory() as folder, mps(folder) if sharing else contextlib.nullcontext({}) as shared:
-        environments = [environment(rank, options, gpus if not sharing else 1, shared) for rank in range(options.ranks)]
+    with tempfile.TemporaryDirectory() as folder, mps(folder) if sharing else contextlib.nullcontext() as shared:
+        environments = [environment(rank, options, shared) for rank in range(options.ranks)]
         port = str(free_port())
         logs = [Path(folder, f"rank{rank}.log") for rank in range(options.ranks)]
         processes = [
@@ -53,10 +53,10 @@ def main():
     return max(map(abs, statuses))
 
 
-def environment(rank, options, gpus, shared):
-    """Variables of a rank's process."""
+def environment(rank, options, shared):
+    """Variables of a rank's process; ``shared`` are those of all that share a GPU, None where each rank has one."""
     variables = os.environ | {"JAX_PLATFORMS": "cuda,cpu", "MOK_RANKS": str(options.ranks), "MOK_RANK": str(rank)}
-    if gpus > 1:
+    if shared is None:
         return variables | {"CUDA_VISIBLE_DEVICES": str(rank)}
     of_rank = (multiprocessors() // options.ranks - NCCL_CTAS) // 2 * 2
     return (
