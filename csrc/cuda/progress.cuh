@@ -10,6 +10,10 @@ namespace mok::cuda {
 __device__ __forceinline__ unsigned long long token_of(const Rank& rank) {
   return reinterpret_cast<unsigned long long>(rank.workspace);
 }
+// Which call a rank is in: its token, or 0.
+__device__ __forceinline__ unsigned long long* busy_of(Meeting& meeting) {
+  return reinterpret_cast<unsigned long long*>(&meeting.progress.busy);
+}
 
 // What a thread waits for. Of `limit_ns` the code says which limit it is.
 struct Awaited {
@@ -77,7 +81,7 @@ __device__ __forceinline__ void leave(const Rank& rank, int64_t call) {
   }
   meeting.progress.call = call;
   __threadfence();
-  atomicCAS(reinterpret_cast<unsigned long long*>(&meeting.progress.busy), token_of(rank), 0ull);
+  atomicCAS(busy_of(meeting), token_of(rank), 0ull);
 }
 
 // Everything that a task waits for, acquired.

@@ -40,9 +40,7 @@ struct RowsLayout {
 struct ArenaLayout : RowsLayout {
   int64_t expert_ids;  // [T * K] int32, clean (see clean_expert_ids)
 
-  MOK_FN ArenaLayout(const Shape& s, int64_t item, bool staged = true) : RowsLayout(s, item, staged) {
-    expert_ids = take(s.slots() * 4);
-  }
+  MOK_FN ArenaLayout(const Shape& s, int64_t item) : RowsLayout(s, item) { expert_ids = take(s.slots() * 4); }
 };
 
 // The smallest of 4, 5, 6 and 7 times powers of two that is not below n; at most a quarter more.

@@ -87,9 +87,7 @@ inline __device__ void fill_arena(const Block& b, int32_t chunk) {
 // call's end takes the mark away. So each CTA knows by itself, before it has written anything.
 __device__ __forceinline__ bool is_alone(const Rank& rank) {
   if (rank.shape.ranks == 1) return true;
-  const unsigned long long token = token_of(rank);
-  unsigned long long* busy = reinterpret_cast<unsigned long long*>(&rank.meeting().progress.busy);
-  const unsigned long long marked = atomicCAS(busy, 0ull, token);
+  const unsigned long long token = token_of(rank), marked = atomicCAS(busy_of(rank.meeting()), 0ull, token);
   if (marked == 0 || marked == token) return true;
   fail(rank, FailureCode::concurrent, -1, -1, 0, 0);
   return false;
