@@ -59,6 +59,30 @@ T unwritten() {
   return value;
 }
 
+// Host memory that the device writes and reads.
+template <class T>
+class Mapped {
+ public:
+  Mapped() {
+    check(cudaHostAlloc(&data_, sizeof(T), cudaHostAllocMapped));
+    *data_ = T{};
+  }
+  Mapped(const Mapped&) = delete;
+  ~Mapped() { cudaFreeHost(data_); }
+  T* operator->() const { return data_; }
+  T* get() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+inline int32_t attribute(cudaDeviceAttr name) {
+  int value;
+  check(cudaDeviceGetAttribute(&value, name, 0));
+  return value;
+}
+inline int32_t multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+
 // Launches and waits; kernels that need more than 48 KB of shared memory get them.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, const Arguments&... arguments) {
