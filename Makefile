@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc mok_jax -type f -not -name '*.pyc')
 
 # What depends on JAX's version: tracing, lowering, sharding, and every kind of program around a call.
-CORE_TESTS := $(addprefix tests/test_,xla_contract.py refusals.py sharding.py tensor_axis.py nnx.py linen.py)
+CORE_TESTS := $(addprefix tests/test_,xla_contract.py refusals.py support.py sharding.py tensor_axis.py nnx.py linen.py)
 
 .PHONY: demo test test-floor gpu-test gpu-test-ranks gpu-sanitize gpu-bench bench lint format build clean
 .DELETE_ON_ERROR:
