@@ -71,7 +71,7 @@ def direct(direction, platform="cpu", save="pre_activations_and_rows", dtype=Non
         operands = operands._replace(**empty_residuals(operands))
         results = megakernel.backward_results(call, operands)
     attributes = {"interface": np.int32(native.INTERFACE), **call.attributes("cpu" if platform == "cpu" else "cuda")}
-    attributes |= {"groups": np.zeros(1, np.int64), "call_site": np.int64(0)}
+    attributes |= {"groups": np.zeros(1, np.int64), "program": np.int64(0)}
     return Direct(f"mok_{direction}", operands._asdict(), results._asdict(), attributes)
 
 

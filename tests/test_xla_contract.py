@@ -458,6 +458,23 @@ np.savez({str(tmp_path / "results.npz")!r}, *restored(*operands))
     assert_same(results, list(jax.jit(gradients(over_ranks(moe_of_rank)))(*operands)))
 
 
+def test_ranks_can_tell_programs_apart():
+    """A GPU call carries what its peers compare: a hash of the program's name, alike wherever that is lowered."""
+
+    def program_of(name):
+        step = over_ranks(moe_of_rank)
+
+        def renamed(*operands):
+            return step(*operands)
+
+        renamed.__name__ = name
+        text = jax.jit(renamed).trace(*make(CASE, "bfloat16")[:6]).lower(lowering_platforms=("cuda",)).as_text()
+        return set(re.findall(r"program = (\d+) : i64", text))
+
+    train, again, evaluate = map(program_of, ("train", "train", "evaluate"))
+    assert len(train) == 1 and train == again and train != evaluate
+
+
 def test_import_starts_no_backend():
     """`jax.distributed.initialize` refuses to run once a backend exists."""
     run_python(f"""

@@ -21,7 +21,7 @@ struct Attributes {
   int32_t communication_sms = of.attribute<int32_t>("communication_sms");              // GPU; or -1
   int32_t reserved_sms = of.attribute<int32_t>("reserved_sms");                        // GPU; or -1
   ffi::Span<const int64_t> groups = of.attribute<ffi::Span<const int64_t>>("groups");  // GPU; see groups_of
-  int64_t call_site = of.attribute<int64_t>("call_site");          // a hash of where in the program the call is
+  int64_t program = of.attribute<int64_t>("program");                                  // a hash of its name
   int32_t virtual_ranks = of.attribute<int32_t>("virtual_ranks");  // that one GPU runs side by side: 1, but in tests
 };
 

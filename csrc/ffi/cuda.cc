@@ -27,7 +27,7 @@ int64_t minibatch_rows(const Attributes& a) { return a.minibatch_rows > 0 ? a.mi
 // What both directions have alike.
 void begin_call(const Operands<bf16>& in, const cuda::Peers* peers, cuda::Call& c) {
   const Attributes& a = in.attributes;
-  c.call_site = a.call_site;
+  c.program = a.program;
   c.shape = in.shape;
   c.shape.rank = peers ? peers->rank : 0;
   c.shape.minibatch_rows = minibatch_rows(a);
@@ -115,14 +115,19 @@ std::optional<std::string> borrow(const Operands<bf16>& in, std::optional<Commun
   return std::nullopt;
 }
 
-// Makes a call ready to be launched; reports what an earlier one ran into.
+// Makes a call ready to be launched. XLA ends the process if one of several devices fails before a call is executed, so
+// what goes wrong here is told by execute; but what an earlier call ran into is told here too where the process has one
+// device, since a captured graph is replayed without execute.
 std::optional<std::string> initialize_call(const Operands<bf16>& in, std::optional<Communicators>& communicators) {
-  if (const auto text = cuda::failure_text()) return text;
   cuda::prepare(in.shape);
-  if (!has_peers(in)) return std::nullopt;
+  if (cuda::devices_in_use() == 1) {
+    if (const auto text = cuda::failure_text()) return text;
+  }
   void* communicator;
-  if (const auto error = borrow(in, communicators, communicator)) return error;
-  return cuda::make_peers(communicator, in.shape);
+  if (has_peers(in) && !borrow(in, communicators, communicator)) {
+    cuda::make_peers(communicator, in.shape, in.attributes.entry_timeout_s);
+  }
+  return std::nullopt;
 }
 
 // Where a call's peers are; null where there are none.
@@ -131,8 +136,7 @@ std::optional<std::string> find_peers(const Operands<bf16>& in, std::optional<Co
   if (!has_peers(in)) return std::nullopt;
   void* communicator;
   if (const auto error = borrow(in, communicators, communicator)) return error;
-  peers = cuda::find_peers(communicator, in.shape);
-  return peers ? std::nullopt : std::optional<std::string>("the call's arenas were not made");
+  return cuda::find_peers(communicator, in.shape, peers);
 }
 
 // `stage` is given the call's buffers.
@@ -168,6 +172,7 @@ ffi::Error execute(std::optional<Communicators> communicators, cudaStream_t stre
   return with_buffers<Buffers>(operands, results, attributes,
                                [&](const Buffers<bf16>& buffers) -> std::optional<std::string> {
                                  const cuda::Peers* peers = nullptr;
+                                 if (auto text = cuda::failure_text()) return text;
                                  if (auto error = find_peers(buffers.in, communicators, peers)) return error;
                                  return run(buffers, peers, stream);
                                });

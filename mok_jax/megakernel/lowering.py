@@ -102,9 +102,10 @@ def _groups(ctx, call):
     return places.transpose(*others, *(names.index(name) for name in call.axes)).reshape(-1)
 
 
-def _call_site(ctx):
-    """int64: of where in the program the call is, alike in all processes that lower it."""
-    return np.int64(int.from_bytes(hashlib.sha256(str(ctx.name_stack).encode()).digest()[:7]))
+def _program(ctx):
+    """int64: a hash of the program's name. Where in it a call is JAX does not tell: it lowers calls alike once."""
+    name = ctx.module_context.module.operation.attributes["sym_name"]
+    return np.int64(int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:7]))
 
 
 def _make_primitive(name, name_operands, results):
@@ -130,7 +131,7 @@ def _make_primitive(name, name_operands, results):
             native.register_cuda_targets()
         ctx, operands = _complete_residuals(ctx, avals, name_operands(call, operands))
         attributes = {"interface": np.int32(native.INTERFACE), **call.attributes(platform)}
-        attributes |= {"groups": _groups(ctx, call).astype(np.int64), "call_site": _call_site(ctx)}
+        attributes |= {"groups": _groups(ctx, call).astype(np.int64), "program": _program(ctx)}
         return jax.ffi.ffi_lowering(name, has_side_effect=False)(ctx, *operands, **attributes)
 
     def lower_elsewhere(ctx, *_, call):

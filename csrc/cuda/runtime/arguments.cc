@@ -37,7 +37,7 @@ uint64_t hash_of(const Call& c, const TileCounts& tiles) {
   uint64_t hash = 14695981039346656037u;
   for (const int64_t value :
        {s.ranks, s.tokens, s.top_k, s.hidden_size, s.intermediate_size, s.local_experts, int64_t{tiles.down_bands},
-        static_cast<int64_t>(c.direction), static_cast<int64_t>(c.activation), c.call_site}) {
+        static_cast<int64_t>(c.direction), static_cast<int64_t>(c.activation), c.program}) {
     for (int32_t byte = 0; byte < 8; ++byte) hash = (hash ^ (value >> 8 * byte & 0xff)) * 1099511628211u;
   }
   return hash;

@@ -28,6 +28,7 @@ Error load_kernel(Device& device, const void* kernel, int shared_bytes) {
 }
 
 Error load_kernels(Device& device, const Shape& shape) {
+  if (auto error = load_kernel(device, abort_kernel(), 0)) return error;
   for (const Direction direction : {Direction::forward, Direction::backward}) {
     const int64_t schedule_bytes = schedule_shared_bytes(direction, shape);
     if (auto error = load_kernel(device, schedule_kernel(direction), static_cast<int>(schedule_bytes))) return error;

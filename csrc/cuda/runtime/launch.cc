@@ -26,10 +26,18 @@ Error clear_counters(const std::vector<R>& ranks, cudaStream_t stream) {
   return std::nullopt;
 }
 
+// How many CTAs make the schedules of all ranks here. A layer kernel ends when each of its clusters has had its turn,
+// on multiprocessors of its own; so where most of the GPU is other processes', ranks of the group perhaps, the CTAs
+// that wait here for them must not stand everywhere.
+int32_t schedule_ctas(const Device& device, int32_t reserved_sms) {
+  const int32_t own = device.multiprocessors - reserved_sms;
+  return 2 * own >= device.multiprocessors ? own : own / 4;
+}
+
 template <class R>
 Error launch_schedule(const Device& device, const Call& call, const std::vector<R>& ranks, cudaStream_t stream) {
   const int32_t ranks_here = static_cast<int32_t>(ranks.size());
-  const int32_t ctas_in_all = device.multiprocessors - call.reserved_sms;
+  const int32_t ctas_in_all = schedule_ctas(device, call.reserved_sms);
   const int32_t ctas = std::clamp<int32_t>(ctas_in_all / ranks_here, 1, kMaxScheduleChunks);
   const Grid grid{.ctas = ctas * ranks_here,
                   .threads = schedule_threads(),

@@ -10,8 +10,8 @@ namespace mok::cuda {
 // What both directions have. Pointers are of `ranks_here` ranks, one after the other in every array.
 struct Call {
   Direction direction;
-  int64_t call_site;  // a hash of where in the program the call is
-  Shape shape;        // of each rank; shape.rank is that of the first
+  int64_t program;  // that the call is in: a hash of its name
+  Shape shape;      // of each rank; shape.rank is that of the first
   Save save;
   Activation activation;
   float activation_limit;  // infinity: none

@@ -1,9 +1,11 @@
 #include "cuda/runtime/peers.h"
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "cuda/runtime/nccl.h"
@@ -18,11 +20,15 @@ constexpr int64_t kMiB = 1 << 20;
 // Memory of every rank of a group, of the same size.
 using Window = uint8_t* [kMaxRanks];
 
+using ClassKey = std::pair<int64_t, int64_t>;  // the two numbers of an ArenaClass
+
 // A group, by its communicator.
 struct Group {
   int32_t rank = 0;
   Window meetings = {};
-  std::map<std::pair<int64_t, int64_t>, Peers> classes;  // by the two numbers of an ArenaClass
+  std::map<ClassKey, Peers> classes;
+  std::map<ClassKey, Error> refused;  // why a class was not made when that was tried last
+  Error stuck;                        // why none can be made any more: others were not there to agree
 };
 
 struct Table {
@@ -35,7 +41,7 @@ struct Table {
   }
 };
 
-std::pair<int64_t, int64_t> key_of(const ArenaClass& c) { return {c.ids, c.rows}; }
+ClassKey key_of(const ArenaClass& c) { return {c.ids, c.rows}; }
 
 // What ranks tell each other before they register memory: of each word all learn the least.
 struct Agreement {
@@ -64,15 +70,32 @@ struct Agreement {
   }
 };
 
-Error agree(Agreement& mine, NcclCommunicator communicator) {
+// Until all that the stream was given is over; false: not within the limit.
+bool wait_for(cudaStream_t stream, double limit_s) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+// Of each word all learn the least. Where a rank does not come, its memory stays with the collective that waits for it.
+Error agree(Agreement& mine, NcclCommunicator communicator, double limit_s, Group& group) {
   cudaStream_t stream;
   Agreement* on_device;
   MOK_CUDA_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   MOK_CUDA_TRY(cudaMalloc(&on_device, sizeof(Agreement)));
   MOK_CUDA_TRY(cudaMemcpyAsync(on_device, &mine, sizeof(Agreement), cudaMemcpyHostToDevice, stream));
   MOK_NCCL_TRY(all_reduce(on_device, on_device, sizeof(Agreement) / 4, Nccl::kInt32, Nccl::kMin, communicator, stream));
-  MOK_CUDA_TRY(cudaMemcpyAsync(&mine, on_device, sizeof(Agreement), cudaMemcpyDeviceToHost, stream));
-  MOK_CUDA_TRY(cudaStreamSynchronize(stream));
+  if (!wait_for(stream, limit_s)) {
+    group.stuck =
+        "rank " + std::to_string(group.rank) +
+        " waited longer than entry_timeout_s for the other ranks to make the memory of its call: one is late, "
+        "or in a call of another size; restart the process";
+    return group.stuck;
+  }
+  MOK_CUDA_TRY(cudaMemcpy(&mine, on_device, sizeof(Agreement), cudaMemcpyDeviceToHost));
   MOK_CUDA_TRY(cudaFree(on_device));
   MOK_CUDA_TRY(cudaStreamDestroy(stream));
   return std::nullopt;
@@ -96,7 +119,8 @@ Error register_window(NcclCommunicator communicator, void* memory, int64_t bytes
 }
 
 // Zeroed before anybody can see it.
-Error make_window(NcclCommunicator communicator, int64_t bytes, int32_t rank, int32_t ranks, Window& window) {
+Error make_window(NcclCommunicator communicator, int64_t bytes, int32_t ranks, double limit_s, Group& group,
+                  Window& window) {
   size_t free_bytes, total;
   MOK_CUDA_TRY(cudaMemGetInfo(&free_bytes, &total));
   void* memory = nullptr;
@@ -106,16 +130,16 @@ Error make_window(NcclCommunicator communicator, int64_t bytes, int32_t rank, in
     MOK_CUDA_TRY(cudaMemset(memory, 0, bytes));
     MOK_CUDA_TRY(cudaDeviceSynchronize());
   }
-  Agreement agreement(rank, bytes, has_memory, free_bytes);
-  if (auto error = agree(agreement, communicator)) return error;
+  Agreement agreement(group.rank, bytes, has_memory, free_bytes);
+  if (auto error = agree(agreement, communicator, limit_s, group)) return error;
   if (auto refusal = agreement.refusal(ranks)) {
     if (has_memory) Nccl::instance().mem_free(memory);
     return refusal;
   }
-  return register_window(communicator, memory, bytes, rank, ranks, window);
+  return register_window(communicator, memory, bytes, group.rank, ranks, window);
 }
 
-Error join(NcclCommunicator communicator, const Shape& shape, Group& group) {
+Error join(NcclCommunicator communicator, const Shape& shape, double limit_s, Group& group) {
   if (group.meetings[0]) return std::nullopt;
   int ranks;
   MOK_NCCL_TRY(comm_count(communicator, &ranks));
@@ -123,46 +147,54 @@ Error join(NcclCommunicator communicator, const Shape& shape, Group& group) {
     return "XLA's communicator has " + std::to_string(ranks) + " ranks, the call " + std::to_string(shape.ranks);
   }
   MOK_NCCL_TRY(comm_user_rank(communicator, &group.rank));
-  return make_window(communicator, sizeof(Meeting), group.rank, ranks, group.meetings);
+  return make_window(communicator, sizeof(Meeting), ranks, limit_s, group, group.meetings);
 }
 
-Error add_class(NcclCommunicator communicator, const Shape& shape, Group& group) {
+Error add_class(NcclCommunicator communicator, const Shape& shape, double limit_s, Group& group) {
   const ArenaClass size(shape, kItem);
-  if (group.classes.contains(key_of(size))) return std::nullopt;
   Peers peers;
   peers.rank = group.rank;
   const int32_t ranks = static_cast<int32_t>(shape.ranks);
   const int64_t bytes = SharedArenaLayout(size).bytes;
-  if (auto error = make_window(communicator, bytes, group.rank, ranks, peers.arenas)) return error;
+  if (auto error = make_window(communicator, bytes, ranks, limit_s, group, peers.arenas)) return error;
   for (int32_t r = 0; r < ranks; ++r) peers.meetings[r] = reinterpret_cast<Meeting*>(group.meetings[r]);
   const std::lock_guard lock(Table::instance().mutex);
   group.classes[key_of(size)] = peers;
   return std::nullopt;
 }
 
+Error make(NcclCommunicator communicator, const Shape& shape, double limit_s, Group& group) {
+  if (!Nccl::instance().missing.empty()) return Nccl::instance().missing;
+  if (group.stuck) return group.stuck;
+  if (auto error = join(communicator, shape, limit_s, group)) return error;
+  return add_class(communicator, shape, limit_s, group);
+}
+
 }  // namespace
 
-Error make_peers(void* communicator, const Shape& shape) {
-  if (find_peers(communicator, shape)) return std::nullopt;
-  if (!Nccl::instance().missing.empty()) return Nccl::instance().missing;
+void make_peers(void* communicator, const Shape& shape, double entry_timeout_s) {
   Table& table = Table::instance();
+  const ClassKey key = key_of(ArenaClass(shape, kItem));
   Group* group;
   {
     const std::lock_guard lock(table.mutex);  // not while others are waited for, which may be threads of this process
     group = &table.groups[communicator];
+    if (group->classes.contains(key)) return;
   }
-  const auto nccl = static_cast<NcclCommunicator>(communicator);
-  if (auto error = join(nccl, shape, *group)) return error;
-  return add_class(nccl, shape, *group);
+  const Error error = make(static_cast<NcclCommunicator>(communicator), shape, entry_timeout_s, *group);
+  const std::lock_guard lock(table.mutex);
+  group->refused[key] = error;
 }
 
-const Peers* find_peers(void* communicator, const Shape& shape) {
+Error find_peers(void* communicator, const Shape& shape, const Peers*& peers) {
   Table& table = Table::instance();
+  const ClassKey key = key_of(ArenaClass(shape, kItem));
   const std::lock_guard lock(table.mutex);
-  const auto group = table.groups.find(communicator);
-  if (group == table.groups.end()) return nullptr;
-  const auto found = group->second.classes.find(key_of(ArenaClass(shape, kItem)));
-  return found == group->second.classes.end() ? nullptr : &found->second;
+  Group& group = table.groups[communicator];
+  const auto found = group.classes.find(key);
+  if (found == group.classes.end()) return group.refused[key];
+  peers = &found->second;
+  return std::nullopt;
 }
 
 }  // namespace mok::cuda

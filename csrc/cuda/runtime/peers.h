@@ -19,10 +19,12 @@ struct Peers {
 };
 
 // Makes what a call of this shape needs of a communicator on the current device, unless it is there. All ranks of the
-// communicator do so together, and all succeed, or all get an error that says what is wrong and where.
-Error make_peers(void* communicator, const Shape& shape);
+// communicator do so together, and all succeed, or all are refused for the same reason; who waits longer than
+// entry_timeout_s for the others is refused, then and ever after. Returns nothing, as a launch returns the refusal: XLA
+// ends the process if one of several devices fails before a call is executed.
+void make_peers(void* communicator, const Shape& shape, double entry_timeout_s);
 
-// Null: they were not made.
-const Peers* find_peers(void* communicator, const Shape& shape);
+// What make_peers has made last for such a call, or why it has not.
+Error find_peers(void* communicator, const Shape& shape, const Peers*& peers);
 
 }  // namespace mok::cuda

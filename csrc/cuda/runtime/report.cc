@@ -21,7 +21,9 @@ std::string describe(const Failure& failure) {
     case FailureCode::disagreement:
       return rank + " and " + peer + " are in different calls, or in calls of different shapes";
     case FailureCode::concurrent:
-      return rank + " was in two calls of one expert-parallel group at the same time; order them by their operands";
+      return rank +
+             " was in two calls of one expert-parallel group at the same time: leave "
+             "xla_gpu_command_buffer_scheduling_mode as it is, or compute an operand of one from a result of the other";
     case FailureCode::aborted:
       return rank + " could not launch a call; the host's error says why";
     case FailureCode::misplaced:
@@ -47,6 +49,12 @@ Cycles cycles() {
   if (!there || cudaDeviceSynchronize() != cudaSuccess) return {};
   if (cudaMemcpy(&state, there, sizeof(state), cudaMemcpyDeviceToHost) != cudaSuccess) return {};
   return {state.calls, state.cycles};
+}
+
+int32_t devices_in_use() {
+  int32_t count = 0;
+  Runtime::instance().for_each_device([&](int, const Device&) { ++count; });
+  return count;
 }
 
 std::optional<std::string> failure_text() {

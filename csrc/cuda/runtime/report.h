@@ -17,4 +17,7 @@ Cycles cycles();
 // What a device has reported of an earlier call, if any has. Reads host memory only.
 std::optional<std::string> failure_text();
 
+// How many devices of the process have run calls, or are about to.
+int32_t devices_in_use();
+
 }  // namespace mok::cuda
