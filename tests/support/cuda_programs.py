@@ -32,6 +32,7 @@ SOURCES = {
     "task_lists": ("cuda/test/algorithm.cu", "verify/enumerate.cc"),
     "schedules": ("cuda/schedule.cu",),
     "stand_alone": LAYER,
+    "streams": LAYER,
 }
 
 
