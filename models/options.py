@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from mok_jax.command import Parser, positive, whole
+from mok_jax.command import Parser, add_process_options, positive, whole
 
 # Every field of the model's shape is an option of the same name.
 MODEL_FIELDS = dataclasses.fields(ModelConfig)
@@ -117,6 +117,13 @@ def _add_machine(group: Any) -> None:
     group.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of activations (bfloat16 on GPUs, float32 on CPUs)"
     )
+    group.add_argument(
+        "--reserve-sms",
+        type=whole(0),
+        metavar="N",
+        help="multiprocessors that the megakernel leaves to other programs on its GPU (0)",
+    )
+    add_process_options(group)
     group.add_argument(
         "--deterministic", action="store_true", help="the same bits in every run on one machine, on GPUs too (off)"
     )

@@ -3,6 +3,9 @@
 Runs on whatever is there: all GPUs, else eight virtual CPU devices (data 2 x expert 4). Writes into ``--out``:
 ``metrics.jsonl`` (one line an interval, one with the results), ``loss.png``, ``expert_load.png`` and ``sample.txt``.
 
+Several processes, a part of the devices each, run one training: every one is given the same arguments but
+``--process-id``, and the first one writes.
+
 Ends with 2, one line and before anything is compiled, if the arguments cannot work; with 1 if the loss is no number any
 more; with 130 within 5 seconds of Ctrl-C, keeping what was written, or at once after a second one.
 """
@@ -23,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -34,6 +38,7 @@ from models.metrics import FILES, METRICS_FILE, SAMPLE_FILE, Intervals, write_li
 from models.options import MODEL_FIELDS, parse_arguments
 from models.transformer import Transformer, batch_sharding
 from mok_jax import command
+from mok_jax.config import MoKConfig
 from mok_jax.sharding import make_mesh
 
 _VIRTUAL_CPU_DEVICES = 8
@@ -104,8 +109,10 @@ def next_byte_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crop: jax.Array) -> Callable:
-    """Compiles ``(state, int32 [B, S + 1]) -> (state, metrics)`` once; the state is donated and keeps its sharding."""
+def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crop: jax.Array, mesh: Mesh) -> Callable:
+    """Compiles ``(state, int32 [B, S + 1]) -> (state, metrics)`` once; the state is donated and keeps its sharding, and
+    all devices have the metrics.
+    """
 
     def train_step(state, crop):
         model, optimizer = nnx.merge(graph, state)
@@ -121,7 +128,8 @@ def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crop: jax.Array) -
         return nnx.state((model, optimizer)), metrics
 
     shardings = jax.tree.map(lambda a: a.sharding, state)
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, crop).compile()
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+    return step.lower(state, crop).compile()
 
 
 class Training(NamedTuple):
@@ -186,9 +194,10 @@ def generate(
         model, _ = nnx.merge(graph, state)
         # As many equal rows as devices, because every batch is split over all of them.
         logits = model(jnp.broadcast_to(tokens, (mesh.size, window))).logits[0, last]
-        return jax.random.categorical(key, logits / _SAMPLE_TEMPERATURE)
+        return jax.random.categorical(jax.random.wrap_key_data(key), logits / _SAMPLE_TEMPERATURE)
 
-    text, keys = list(prompt), jax.random.split(jax.random.key(seed), length)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(seed), length)))
+    text = list(prompt)
     for key in keys:
         recent = text[-window:]
         # What follows the last byte is never seen by it: attention is causal, and no expert has a capacity to use up.
@@ -219,6 +228,7 @@ def set_up(args: argparse.Namespace) -> Setup:
         data.check_long_enough(text, args.sequence_length + 1, name)
     if args.deterministic:
         use_deterministic_operations()
+    command.join_processes(args)
     mesh = start_devices(args.expert_parallelism, config.num_experts)
     if args.batch_size % mesh.size:
         nearest = max(1, round(args.batch_size / mesh.size)) * mesh.size
@@ -228,7 +238,8 @@ def set_up(args: argparse.Namespace) -> Setup:
         )
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype(args.dtype or ("float32" if on_cpu else "bfloat16"))
-    model = Transformer(config, dtype=dtype, mesh=mesh, implementation=args.implementation, rngs=nnx.Rngs(args.seed))
+    options = {"implementation": args.implementation, "kernel": MoKConfig(reserve_sms=args.reserve_sms)}
+    model = Transformer(config, dtype=dtype, mesh=mesh, **options, rngs=nnx.Rngs(args.seed))
     return Setup(corpus, mesh, dtype, model)
 
 
@@ -247,7 +258,8 @@ def prepare(args: argparse.Namespace, setup: Setup) -> Training:
     held_out = list(on_mesh(data.spread_crops(setup.corpus.held_out, *crop_shape, _HELD_OUT_BATCHES)))
     optimizer, schedule = make_optimizer(args.learning_rate, args.steps)
     graph, state = make_state(setup.model, optimizer, setup.mesh)
-    return Training(compile_train_step(graph, state, held_out[0]), schedule, graph, state, crops, held_out)
+    step = compile_train_step(graph, state, held_out[0], setup.mesh)
+    return Training(step, schedule, graph, state, crops, held_out)
 
 
 def run(
@@ -255,7 +267,7 @@ def run(
 ) -> int:
     """Trains, evaluates, samples and draws; returns the exit code."""
     exit_code, failure = 0, ""
-    with (args.out / METRICS_FILE).open("wb", buffering=0) as log:
+    with Path(args.out / METRICS_FILE if is_first() else os.devnull).open("wb", buffering=0) as log:
         intervals = Intervals(log, training.schedule, args.batch_size * args.sequence_length, args.log_every)
         try:
             state = train(training, args.steps, intervals, console, watch)
@@ -267,11 +279,17 @@ def run(
                 write_sample(args, setup, training.graph, state, console)
         except FloatingPointError as error:
             exit_code, failure = 1, f"{error}; a smaller --learning-rate than {args.learning_rate:g} may help"
-    draw(args.out, console)
+    if is_first():
+        draw(args.out, console)
     _say(console, f"wrote {args.out} in {time.perf_counter() - started:.1f} s")
     if failure:
         _complain(failure)
     return exit_code
+
+
+def is_first() -> bool:
+    """Whether this process writes and speaks."""
+    return jax.process_index() == 0
 
 
 def _say(console: Console, text: str) -> None:
@@ -320,8 +338,15 @@ def parameters_sha256(graph: nnx.GraphDef, state: nnx.State) -> str:
     model, _ = nnx.merge(graph, state)
     digest = hashlib.sha256()
     for parameter in jax.tree.leaves(nnx.state(model, nnx.Param)):
-        digest.update(np.asarray(parameter).tobytes())
+        digest.update(on_host(parameter).tobytes())
     return digest.hexdigest()
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """All of an array, of which other processes may have a part."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _verdict(results: dict[str, float]) -> str:
@@ -338,7 +363,8 @@ def write_sample(
     prompt = setup.corpus.held_out[:_PROMPT_BYTES].tobytes()
     continuation = generate(graph, state, prompt, _SAMPLE_BYTES, args.sequence_length, setup.mesh, args.seed)
     texts = [text.decode("utf-8", errors="replace") for text in (prompt, continuation)]
-    (args.out / SAMPLE_FILE).write_text("".join(texts), encoding="utf-8")
+    if is_first():
+        (args.out / SAMPLE_FILE).write_text("".join(texts), encoding="utf-8")
     # markup and highlight off: source code is full of square brackets.
     console.print(texts[0], style="dim", end="", markup=False, highlight=False)
     console.print(texts[1], markup=False, highlight=False)
@@ -365,10 +391,11 @@ def _train_and_show(args: argparse.Namespace, watch: interrupt.Watch) -> int:
     started, console = time.perf_counter(), Console()
     try:
         setup = set_up(args)
+        console.quiet = not is_first()
         _say(console, _overview(args, setup))
         with console.status("compiling"):
             training = prepare(args, setup)
-        earlier = command.make_folder(args.out, FILES)
+        earlier = command.make_folder(args.out, FILES) if is_first() else None
     except (ValueError, OSError, ImportError, MemoryError) as error:
         _complain(error)
         return 2

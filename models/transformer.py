@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 import mok_jax
 from models.config import BYTE_VOCABULARY, ModelConfig
 from mok_jax.api import Implementation
+from mok_jax.config import MoKConfig
 from mok_jax.nnx import MoE
 
 # The axis that stacking adds to parameters has no name: no rule splits it.
@@ -63,6 +64,7 @@ class Block(nnx.Module):
         dtype: DTypeLike,
         mesh: Mesh | None,
         implementation: Implementation | None,
+        kernel: MoKConfig | None = None,
         rngs: nnx.Rngs,
     ):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
@@ -79,6 +81,7 @@ class Block(nnx.Module):
             dtype=dtype,
             mesh=mesh,
             implementation=implementation,
+            config=kernel,
             rngs=rngs,
         )
 
@@ -118,6 +121,7 @@ class Transformer(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         mesh: Mesh | None = None,
         implementation: Implementation | None = None,
+        kernel: MoKConfig | None = None,
         rngs: nnx.Rngs,
     ):
         """Makes the model; parameters are f32.
@@ -127,13 +131,14 @@ class Transformer(nnx.Module):
           dtype: of the activations, bf16 or f32.
           mesh: the devices; batches are split over all its axes, experts over ``expert``. ``None`` for one device.
           implementation: of the expert step, see :func:`mok_jax.moe`.
+          kernel: how that is run, likewise.
           rngs: the key for the parameters.
         """
         self.mesh = mesh
         self.tie_embeddings, self.remat, self.scan = config.tie_embeddings, config.remat, config.scan
         self.embedding = nnx.Embed(BYTE_VOCABULARY, config.hidden_size, dtype=dtype, rngs=rngs)
         blocks = [
-            Block(config, dtype=dtype, mesh=mesh, implementation=implementation, rngs=rngs)
+            Block(config, dtype=dtype, mesh=mesh, implementation=implementation, kernel=kernel, rngs=rngs)
             for _ in range(config.num_layers)
         ]
         self.blocks: Any = stack_blocks(blocks) if config.scan else nnx.List(blocks)

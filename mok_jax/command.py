@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _EARLIER = "earlier-"
 
@@ -78,6 +78,21 @@ def not_negative(text: str) -> float:
       0.0
     """
     return _finite(text, lambda value: value >= 0, "of at least 0")
+
+
+def add_process_options(parser: Any) -> None:
+    """Adds ``--coordinator``, ``--processes`` and ``--process-id``, for :func:`join_processes`."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes, each of which runs this")
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
+    parser.add_argument("--process-id", type=whole(0), metavar="N", help="which one this is")
+
+
+def join_processes(arguments: argparse.Namespace) -> None:
+    """Makes this process one of several, where the command line says so; before JAX is asked for devices."""
+    if arguments.coordinator:
+        import jax
+
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id)
 
 
 def _finite(text: str, is_legal: Callable[[float], bool], bounds: str) -> float:

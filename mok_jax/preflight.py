@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mok_jax import native, support, verify
-from mok_jax.command import whole
+from mok_jax.command import add_process_options, join_processes
 
 READY, NOT_READY = 0, 1
 PACKAGES = ("mok-jax", "jax", "jaxlib", "flax", "jax-cuda13-plugin", "nvidia-nccl-cu13")
@@ -148,16 +148,13 @@ PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.epilog = f"Exit status: {READY}, no problem was found; {NOT_READY}, some were."
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes, each of which runs this")
-    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
-    parser.add_argument("--process-id", type=whole(0), metavar="N", help="which one this is")
+    add_process_options(parser)
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what the probes find; returns the exit status."""
-    if arguments.coordinator:
-        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id)
+    join_processes(arguments)
     findings = []
     for probe in PROBES:
         for finding in probe():

@@ -21,7 +21,7 @@ from models.config import ModelConfig
 from models.interrupt import GRACE_S
 from models.metrics import Intervals, read_metrics
 from mok_jax import native
-from support.processes import cpu_environment
+from support.processes import cpu_environment, free_port
 
 ROOT = Path(__file__).parents[1]
 TEXT = b"".join(b"def f%d(x):\n    return x + %d\n\n\n" % (n, n * n) for n in range(500))
@@ -362,3 +362,23 @@ def test_what_a_gpu_has_reported_ends_the_run_before_anything_is_written(monkeyp
     with pytest.raises(RuntimeError, match=r"^mok_jax: GPU 0, rank 1 waited$"):
         intervals.add(step)
     assert not log.getvalue()
+
+
+def test_several_processes_train_as_one(text_file, tmp_path):
+    """Two, with a half of the devices each: one writes, the other is silent; the metrics are those of one process."""
+    port, steps = free_port(), ("--steps", "4", "--implementation", "xla")
+    several = "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    processes = [
+        start(text_file, folder, *steps, *several, str(rank), JAX_NUM_CPU_DEVICES="4")
+        for rank, folder in enumerate(folders)
+    ]
+    alone = start(text_file, tmp_path / "alone", *steps)
+    (first, *_), (second, *_), (_, exit_code) = (finish(process) for process in (*processes, alone))
+    assert exit_code == 0 and [process.returncode for process in processes] == [0, 0], first + second
+    assert not folders[1].exists() and "SHA-256" in first and "SHA-256" not in second
+    (intervals, results), (expected, expected_results) = (
+        read_metrics(folder / "metrics.jsonl") for folder in (folders[0], tmp_path / "alone")
+    )
+    np.testing.assert_allclose([i["loss"] for i in intervals], [i["loss"] for i in expected], rtol=1e-4)
+    assert results["held_out_loss"] == pytest.approx(expected_results["held_out_loss"], rel=1e-3)

@@ -52,7 +52,7 @@ class Trained:
         crop = jax.device_put(crop, batch_sharding(mesh))
         # Not Adam, which makes much of the rounding of gradients near 0.
         graph, state = make_state(model, optax.sgd(0.3), mesh)
-        self.step = compile_train_step(graph, state, crop)
+        self.step = compile_train_step(graph, state, crop, mesh)
         self.metrics = []
         for _ in range(STEPS):
             state, metrics = self.step(state, crop)
