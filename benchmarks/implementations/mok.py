@@ -21,11 +21,11 @@ from mok_jax.api import Implementation as Name
 from mok_jax.config import ROW_BLOCK, MoKConfig
 
 
-def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1, f32_weights: bool = False) -> Bind:
-    config = MoKConfig()
-    if ring_share > 1:
-        blocks = problem.rows // problem.ranks // ring_share // ROW_BLOCK
-        config = MoKConfig(ring_rows=max(1, blocks) * ROW_BLOCK)
+def build(
+    name: Name, problem: Problem, pass_name: str, config: MoKConfig | None = None, f32_weights: bool = False
+) -> Bind:
+    """Programs of the layer, as :func:`compiled.build`; on one rank of a GPU the kernel counts its cycles."""
+    config = MoKConfig() if config is None else config
     moe: compiled.Layer = functools.partial(mok_jax.moe, implementation=name, config=config)
     if problem.ranks > 1:
         by_token, by_expert = P(("data", "expert")), P("expert")
@@ -47,13 +47,16 @@ def _build(name: Name, problem: Problem, pass_name: str, ring_share: int = 1, f3
     return bind_counted
 
 
-MEGAKERNEL = Implementation("megakernel", lambda _: None, functools.partial(_build, "megakernel"))
-QUARTER_RING = Implementation(
-    "megakernel-quarter-ring", lambda _: None, functools.partial(_build, "megakernel", ring_share=4)
-)
+def _build_quarter_ring(problem: Problem, pass_name: str) -> Bind:
+    blocks = problem.rows // problem.ranks // 4 // ROW_BLOCK
+    return build("megakernel", problem, pass_name, MoKConfig(ring_rows=max(1, blocks) * ROW_BLOCK))
+
+
+MEGAKERNEL = Implementation("megakernel", lambda _: None, functools.partial(build, "megakernel"))
+QUARTER_RING = Implementation("megakernel-quarter-ring", lambda _: None, _build_quarter_ring)
 F32_WEIGHTS = Implementation(
     "megakernel-f32-weights",
     lambda problem: "the weights are float32 anyway" if problem.dtype == jnp.float32 else None,
-    functools.partial(_build, "megakernel", f32_weights=True),
+    functools.partial(build, "megakernel", f32_weights=True),
 )
-XLA = Implementation("xla", lambda _: None, functools.partial(_build, "xla"))
+XLA = Implementation("xla", lambda _: None, functools.partial(build, "xla"))
