@@ -15,7 +15,6 @@ import pytest
 from support import ranks
 
 RACK_SIZE = 72
-HANG_LIMIT_S = 300
 
 GPU_IS_REQUESTED = any(name in os.environ.get("JAX_PLATFORMS", "") for name in ("cuda", "gpu"))
 
@@ -25,6 +24,7 @@ jax.config.update("jax_num_cpu_devices", RACK_SIZE)
 
 # Processes that run tests together, a rank each (`support.start_ranks`).
 IS_RANK = "MOK_RANKS" in os.environ
+HANG_LIMIT_S = 100 if IS_RANK else 300
 if IS_RANK:
     ranks.join()
 

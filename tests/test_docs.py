@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import layer, picture
+from benchmarks import layer, picture, ranks
 from models import train
 from mok_jax.__main__ import main as mok_jax_main
 from support import documents, worked_example
@@ -181,7 +181,7 @@ def _names_a_test(file: str, option: str, word: str) -> None:
     assert option == "-k" and re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
 
 
-PROGRAMS: dict[str, Callable] = {"models.train": train.parse_arguments, "benchmarks.layer": layer.parse_arguments}
+PROGRAMS: dict[str, Callable] = {program.__name__: program.parse_arguments for program in (train, layer, ranks)}
 
 # How each command is checked, and why it is not simply run.
 COMMANDS: list[tuple[str, str, Callable[..., None]]] = [
@@ -194,6 +194,7 @@ COMMANDS: list[tuple[str, str, Callable[..., None]]] = [
     ("python -m models.train", "takes a minute; tests/test_train.py", lambda *options: train.parse_arguments(options)),
     ("python -m models.flax_moe", "takes a minute; tests/test_flax_example.py", lambda *options: None),
     ("python -m benchmarks.layer", "takes minutes; tests/test_benchmarks.py", lambda: None),
+    ("python -m benchmarks.ranks", "takes a minute; tests/test_benchmark_ranks.py", lambda: None),
     ("python -m benchmarks.picture", "test_speed compares what it writes", lambda: None),
     ("python -m support.worked_example", "test_worked_example compares what it writes", lambda: None),
 ]

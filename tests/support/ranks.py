@@ -19,14 +19,17 @@ from support.runner import compiled_step, make_mesh, pad_tokens
 
 RANKS = int(os.environ.get("MOK_RANKS", 1))
 RANK = int(os.environ.get("MOK_RANK", 0))
+SHUTDOWN_S = 60  # how long who is done waits for the others
 # Multiprocessors of a GPU that are not this rank's.
 RESERVED_SMS = int(os.environ.get("MOK_RESERVED_SMS", 0))
 
 
-def join():
-    """Makes this process one of them; before anything else asks JAX for devices."""
-    address = f"127.0.0.1:{os.environ['MOK_PORT']}"
-    jax.distributed.initialize(address, RANKS, RANK, local_device_ids=[0])
+def join(meeting=0):
+    """Makes this process one of them, before anything else asks JAX for devices; `meeting` counts where they meet."""
+    port = os.environ["MOK_PORTS"].split(",")[meeting]
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", RANKS, RANK, local_device_ids=[0], shutdown_timeout_seconds=SHUTDOWN_S
+    )
 
 
 def own_share(config=None):
