@@ -4,6 +4,7 @@ By default the Python standard library's own sources, read from the running inte
 downloads nothing. Held-out text comes from other *files* than training text, where there are enough of them.
 """
 
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -70,16 +71,17 @@ def load_corpus(path: str | os.PathLike | None = None) -> Corpus:
     return Corpus(_as_array(train), _as_array(held_out), source)
 
 
-def random_crops(text: np.ndarray, batch_size: int, length: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields int32 ``[batch_size, length]`` without end, the same crops for the same seed.
+def random_crops(text: np.ndarray, batch_size: int, length: int, seed: int, first: int = 0) -> Iterator[np.ndarray]:
+    """Yields int32 ``[batch_size, length]`` without end, from step ``first`` on.
+
+    A step's crops depend on seed and step alone, so that a run which is resumed sees what it would have seen.
 
     Raises:
       ValueError: the text is shorter than one crop.
     """
     check_long_enough(text, length)
-    generator = np.random.default_rng(seed)
-    while True:
-        starts = generator.integers(0, text.size - length + 1, size=batch_size)
+    for step in itertools.count(first):
+        starts = np.random.default_rng([seed, step]).integers(0, text.size - length + 1, size=batch_size)
         yield text[starts[:, None] + np.arange(length)].astype(np.int32)
 
 

@@ -13,10 +13,11 @@ import optax
 import mok_jax
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.json"
 SAMPLE_FILE = "sample.txt"
 LOSS_PICTURE = "loss.png"
 LOAD_PICTURE = "expert_load.png"
-FILES = METRICS_FILE, SAMPLE_FILE, LOSS_PICTURE, LOAD_PICTURE
+FILES = METRICS_FILE, CONFIG_FILE, SAMPLE_FILE, LOSS_PICTURE, LOAD_PICTURE
 
 
 def write_line(log: BinaryIO, values: dict[str, Any]) -> None:
@@ -47,9 +48,27 @@ def read_metrics(path: Path) -> tuple[list[dict], dict]:
       ([{'step': 10, 'loss': None}], {'held_out_loss': 2.9})
     """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    intervals = [line for line in lines if "step" in line]
+    intervals = [line for line in lines if "loss" in line]
     results = {key: value for line in lines if "step" not in line for key, value in line.items()}
     return intervals, results
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drops what a run has written of steps after ``step``, and of its end, to write it again.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+      >>> _ = path.write_text('{"step": 10, "loss": 3.0}\\n{"step": 20, "loss": 2.0}\\n{"held_out_loss": 2.1}\\n')
+      >>> keep_until(path, 15)
+      >>> path.read_text()
+      '{"step": 10, "loss": 3.0}\\n'
+    """
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line).get("step", math.inf) <= step]
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(kept))
+    unfinished.replace(path)
 
 
 class Intervals:
@@ -61,11 +80,11 @@ class Intervals:
     raise what ``mok_jax.check`` does.
     """
 
-    def __init__(self, log: BinaryIO, schedule: optax.Schedule, tokens_per_step: int, length: int):
+    def __init__(self, log: BinaryIO, schedule: optax.Schedule, tokens_per_step: int, length: int, first: int = 0):
         self._log, self._schedule, self._tokens, self._length = log, schedule, tokens_per_step, length
         self._unread: dict | None = None
         self._steps: list[dict] = []
-        self._count = 0
+        self._count = first
         self._started = time.perf_counter()
 
     def add(self, metrics: dict) -> dict | None:
@@ -73,10 +92,14 @@ class Intervals:
         unread, self._unread = self._unread, metrics
         return None if unread is None else self._read(unread)
 
+    def read(self) -> dict | None:
+        """Waits for the last step; returns the interval that it completed, if one."""
+        unread, self._unread = self._unread, None
+        return None if unread is None else self._read(unread)
+
     def finish(self) -> None:
         """Reads the last step and writes what is left, be it a whole interval or less."""
-        if self._unread is not None:
-            self._read(self._unread)
+        self.read()
         if self._steps:
             self._write()
 
@@ -87,7 +110,7 @@ class Intervals:
         if not math.isfinite(loss):
             self._write()
             raise FloatingPointError(f"the loss is {loss} at step {self._count}")
-        return self._write() if len(self._steps) == self._length else None
+        return self._write() if self._count % self._length == 0 else None
 
     def _write(self) -> dict:
         mok_jax.check()  # what a call that ended early has left are no metrics

@@ -94,6 +94,39 @@ def _add_run(group: Any) -> None:
         help="steps that make up one line of metrics.jsonl (%(default)s)",
     )
     group.add_argument(
+        "--clip-norm", type=positive, default=1.0, metavar="X", help="norm that gradients are clipped to (%(default)s)"
+    )
+    group.add_argument(
+        "--accumulate",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="parts of a batch, computed one after the other for less memory (%(default)s)",
+    )
+    group.add_argument(
+        "--evaluate-every",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="steps between evaluations on held-out text; 0: only after the last (%(default)s)",
+    )
+    group.add_argument(
+        "--checkpoint-every",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="steps between checkpoints, which --resume goes on from; one more at the end; 0: none (%(default)s)",
+    )
+    group.add_argument(
+        "--keep-checkpoints", type=whole(1), default=3, metavar="N", help="how many, the newest (%(default)s)"
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out after its newest checkpoint, on as many devices as there are; begin anew "
+        "where there is none (off)",
+    )
+    group.add_argument(
         "--seed",
         type=whole(0, _LARGEST_SEED),
         default=0,

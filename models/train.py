@@ -1,41 +1,43 @@
 """``python -m models.train``: trains a small Mixture-of-Experts language model and shows what its experts learned.
 
 Runs on whatever is there: all GPUs, else eight virtual CPU devices (data 2 x expert 4). Writes into ``--out``:
-``metrics.jsonl`` (one line an interval, one with the results), ``loss.png``, ``expert_load.png`` and ``sample.txt``.
+``metrics.jsonl`` (one line an interval, one with the results), ``loss.png``, ``expert_load.png`` and ``sample.txt``,
+``config.json``, and ``checkpoints`` where they are asked for. ``--resume`` goes on where the newest of those was made,
+on as many devices as there are then, and computes what the run would have computed without the interruption.
 
 Several processes, a part of the devices each, run one training: every one is given the same arguments but
 ``--process-id``, and the first one writes.
 
 Ends with 2, one line and before anything is compiled, if the arguments cannot work; with 1 if the loss is no number any
-more; with 130 within 5 seconds of Ctrl-C, keeping what was written, or at once after a second one.
+more; with 130 within 5 seconds of Ctrl-C, keeping what was written, or at once after a second one; with 143 after
+SIGTERM, once a last checkpoint is written if they are asked for.
 """
 
 import argparse
-import hashlib
+import functools
 import importlib.util
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models import data, interrupt
+from models import checkpoints, data, interrupt
 from models.config import ModelConfig
-from models.metrics import FILES, METRICS_FILE, SAMPLE_FILE, Intervals, write_line
+from models.evaluation import generate, make_evaluation, parameters_sha256
+from models.loop import Keeper, Training, train
+from models.metrics import CONFIG_FILE, FILES, METRICS_FILE, SAMPLE_FILE, Intervals, keep_until, write_line
 from models.options import MODEL_FIELDS, parse_arguments
+from models.step import compile_train_step, make_optimizer, make_state
 from models.transformer import Transformer, batch_sharding
 from mok_jax import command
 from mok_jax.config import MoKConfig
@@ -43,12 +45,12 @@ from mok_jax.sharding import make_mesh
 
 _VIRTUAL_CPU_DEVICES = 8
 _CPU_EXPERT_PARALLELISM = 4
-_WARMUP_FRACTION = 0.1
 _HELD_OUT_BATCHES = 16
 _PROMPT_BYTES = 48
 _SAMPLE_BYTES = 256
-_SAMPLE_TEMPERATURE = 0.7
 _DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+# Options that a run keeps when it is resumed, besides those of the model.
+_KEPT = ("data", "steps", "batch_size", "accumulate", "sequence_length", "learning_rate", "clip_norm", "seed", "dtype")
 
 
 def use_deterministic_operations() -> None:
@@ -78,134 +80,6 @@ def start_devices(expert_parallelism: int | None, num_experts: int) -> Mesh:
     return make_mesh(expert_parallelism=expert_parallelism, devices=devices)
 
 
-def make_optimizer(learning_rate: float, steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with warm-up and cosine decay; all but the norms' scales is decayed."""
-    warmup = max(1, int(_WARMUP_FRACTION * steps))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, warmup, max(steps, warmup + 1), end_value=learning_rate / 20
-    )
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=_is_decayed)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw), schedule
-
-
-def _is_decayed(params: nnx.State) -> nnx.State:
-    # By name, not by dimension: stacked scales are a matrix as well.
-    return nnx.map_state(lambda path, _: path[-1] != "scale", params)
-
-
-def make_state(
-    model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> tuple[nnx.GraphDef, nnx.State]:
-    """Splits model and optimizer, every array on the mesh: experts as they are sharded, the rest on all devices."""
-    graph, state = nnx.split((model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)))
-    whole = NamedSharding(mesh, P())
-    return graph, jax.tree.map(
-        lambda a: a if getattr(a.sharding, "mesh", None) == mesh else jax.device_put(a, whole), state
-    )
-
-
-def next_byte_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per byte: ``f32 [B, S, 256], int32 [B, S] -> f32``."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crop: jax.Array, mesh: Mesh) -> Callable:
-    """Compiles ``(state, int32 [B, S + 1]) -> (state, metrics)`` once; the state is donated and keeps its sharding, and
-    all devices have the metrics.
-    """
-
-    def train_step(state, crop):
-        model, optimizer = nnx.merge(graph, state)
-
-        def loss_function(model):
-            out = model(crop[:, :-1])
-            loss = next_byte_loss(out.logits, crop[:, 1:])
-            metrics = {"loss": loss, "router_loss": out.router_loss, "expert_load": out.expert_load}
-            return loss + out.router_loss, metrics
-
-        (_, metrics), gradients = nnx.value_and_grad(loss_function, has_aux=True)(model)
-        optimizer.update(model, gradients)
-        return nnx.state((model, optimizer)), metrics
-
-    shardings = jax.tree.map(lambda a: a.sharding, state)
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
-    return step.lower(state, crop).compile()
-
-
-class Training(NamedTuple):
-    """A training step, compiled, and what it is given. ``schedule`` says the learning rate of a step."""
-
-    step: Callable
-    schedule: optax.Schedule
-    graph: nnx.GraphDef
-    state: nnx.State
-    crops: Iterator[jax.Array]
-    held_out: list[jax.Array]
-
-
-def train(training: Training, steps: int, intervals: Intervals, console: Console, watch: interrupt.Watch) -> nnx.State:
-    """Runs the training loop, which Ctrl-C ends early; returns the state."""
-    state = training.state
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with watch.deferred(), Progress(*columns, console=console, expand=True) as progress:
-        task = progress.add_task("train", total=steps, status="")
-        for _ in range(steps):
-            state, metrics = training.step(state, next(training.crops))
-            if line := intervals.add(metrics):
-                status = _status(line)
-                progress.update(task, status=status)
-                if not console.is_terminal:
-                    console.print(f"step {line['step']:5d}  {status}")
-            progress.advance(task)
-            if watch.received:
-                break
-        intervals.finish()
-    return state
-
-
-def _status(line: dict) -> str:
-    balance = f"busiest expert {line['load_imbalance']:.2f}x"
-    return f"loss {line['loss']:.3f}  {line['tokens_per_s']:,.0f} tokens/s  {balance}"
-
-
-def evaluate(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array], *, with_experts: bool) -> float:
-    """Mean loss over crops ``int32 [B, S + 1]`` in nats per byte, with or without what the experts add."""
-
-    @jax.jit
-    def loss(state, crop):
-        model, _ = nnx.merge(graph, state)
-        return next_byte_loss(model(crop[:, :-1], with_experts=with_experts).logits, crop[:, 1:])
-
-    return float(np.mean([float(loss(state, crop)) for crop in crops]))
-
-
-def generate(
-    graph: nnx.GraphDef, state: nnx.State, prompt: bytes, length: int, window: int, mesh: Mesh, seed: int
-) -> bytes:
-    """Continues ``prompt`` by ``length`` bytes and returns the new ones; the model sees the last ``window`` bytes."""
-
-    @jax.jit
-    def next_byte(state, tokens, last, key):
-        model, _ = nnx.merge(graph, state)
-        # As many equal rows as devices, because every batch is split over all of them.
-        logits = model(jnp.broadcast_to(tokens, (mesh.size, window))).logits[0, last]
-        return jax.random.categorical(jax.random.wrap_key_data(key), logits / _SAMPLE_TEMPERATURE)
-
-    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(seed), length)))
-    text = list(prompt)
-    for key in keys:
-        recent = text[-window:]
-        # What follows the last byte is never seen by it: attention is causal, and no expert has a capacity to use up.
-        tokens = np.array(recent + [0] * (window - len(recent)), np.int32)
-        text.append(int(next_byte(state, tokens, len(recent) - 1, key)))
-    return bytes(text[len(prompt) :])
-
-
 class Setup(NamedTuple):
     """What a run needs that the command line may have got wrong."""
 
@@ -223,6 +97,8 @@ def set_up(args: argparse.Namespace) -> Setup:
     """
     config = ModelConfig(**{field.name: getattr(args, field.name) for field in MODEL_FIELDS})
     command.check_folder(args.out)
+    if is_resumed(args):
+        checkpoints.check_config(args.out, kept_options(args))
     corpus = data.load_corpus(args.data)
     for text, name in (corpus.train, "training text"), (corpus.held_out, "held-out text"):
         data.check_long_enough(text, args.sequence_length + 1, name)
@@ -230,10 +106,12 @@ def set_up(args: argparse.Namespace) -> Setup:
         use_deterministic_operations()
     command.join_processes(args)
     mesh = start_devices(args.expert_parallelism, config.num_experts)
-    if args.batch_size % mesh.size:
-        nearest = max(1, round(args.batch_size / mesh.size)) * mesh.size
+    share = mesh.size * args.accumulate
+    if args.batch_size % share:
+        nearest = max(1, round(args.batch_size / share)) * share
+        parts = f" times {args.accumulate} parts" if args.accumulate > 1 else ""
         raise ValueError(
-            f"batch_size={args.batch_size} must be a multiple of the number of devices ({mesh.size}); "
+            f"batch_size={args.batch_size} must be a multiple of the number of devices ({mesh.size}){parts}; "
             f"the nearest is {nearest}."
         )
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -249,36 +127,92 @@ def prepare(args: argparse.Namespace, setup: Setup) -> Training:
     Raises:
       ValueError, ImportError: the devices or this installation cannot run the implementation; before it is compiled.
     """
+    of_batch = batch_sharding(setup.mesh)
+    in_parts = NamedSharding(setup.mesh, P(None, *of_batch.spec))
+    shape = args.batch_size // args.accumulate, args.sequence_length + 1
 
-    def on_mesh(crops: Iterable[np.ndarray]) -> Iterator[jax.Array]:
-        return (jax.device_put(crop, batch_sharding(setup.mesh)) for crop in crops)
+    def crops_after(step: int) -> Iterator[jax.Array]:
+        crops = data.random_crops(setup.corpus.train, args.batch_size, shape[1], args.seed, step)
+        return (jax.device_put(crop.reshape(args.accumulate, *shape), in_parts) for crop in crops)
 
-    crop_shape = args.batch_size, args.sequence_length + 1
-    crops = on_mesh(data.random_crops(setup.corpus.train, *crop_shape, seed=args.seed))
-    held_out = list(on_mesh(data.spread_crops(setup.corpus.held_out, *crop_shape, _HELD_OUT_BATCHES)))
-    optimizer, schedule = make_optimizer(args.learning_rate, args.steps)
+    held_out = data.spread_crops(setup.corpus.held_out, *shape, _HELD_OUT_BATCHES * args.accumulate)
+    optimizer, schedule = make_optimizer(args.learning_rate, args.steps, args.clip_norm)
     graph, state = make_state(setup.model, optimizer, setup.mesh)
-    step = compile_train_step(graph, state, held_out[0], setup.mesh)
-    return Training(step, schedule, graph, state, crops, held_out)
+    return Training(
+        step=compile_train_step(graph, state, next(crops_after(0)), setup.mesh),
+        schedule=schedule,
+        graph=graph,
+        state=state,
+        first=0,
+        crops_after=crops_after,
+        held_out=[jax.device_put(crop, of_batch) for crop in held_out],
+        evaluations={
+            "held_out_loss": make_evaluation(graph, with_experts=True),
+            "held_out_loss_without_experts": make_evaluation(graph, with_experts=False),
+        },
+    )
+
+
+def begin(args: argparse.Namespace) -> Path | None:
+    """Makes ``--out`` ready for this run, or for going on with the one that it has.
+
+    Returns:
+      The folder that an earlier run's results were moved into, if there were any.
+
+    Raises:
+      OSError: the folder cannot be made or written into.
+    """
+    if not is_first() or is_resumed(args):
+        return None
+    earlier = command.make_folder(args.out, (*FILES, checkpoints.FOLDER))
+    checkpoints.write_config(args.out, kept_options(args))
+    return earlier
+
+
+def kept_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that a run has to the end, however often it is resumed."""
+    return {name: getattr(args, name) for name in (*_KEPT, *(field.name for field in MODEL_FIELDS))}
+
+
+def is_resumed(args: argparse.Namespace) -> bool:
+    """Whether ``--out`` has a run to go on with, and that is asked for."""
+    return args.resume and (args.out / CONFIG_FILE).exists()
 
 
 def run(
-    args: argparse.Namespace, setup: Setup, training: Training, console: Console, watch: interrupt.Watch, started: float
+    args: argparse.Namespace,
+    setup: Setup,
+    training: Training,
+    saved: checkpoints.Checkpoints | None,
+    console: Console,
+    watch: interrupt.Watch,
+    started: float,
 ) -> int:
     """Trains, evaluates, samples and draws; returns the exit code."""
     exit_code, failure = 0, ""
-    with Path(args.out / METRICS_FILE if is_first() else os.devnull).open("wb", buffering=0) as log:
-        intervals = Intervals(log, training.schedule, args.batch_size * args.sequence_length, args.log_every)
+    with Path(args.out / METRICS_FILE if is_first() else os.devnull).open("ab", buffering=0) as log:
+        tokens = args.batch_size * args.sequence_length
+        intervals = Intervals(log, training.schedule, tokens, args.log_every, training.first)
+        keeper = Keeper(
+            log,
+            intervals,
+            functools.partial(held_out_losses, training),
+            args.evaluate_every,
+            saved,
+            args.checkpoint_every,
+        )
         try:
-            state = train(training, args.steps, intervals, console, watch)
-            if watch.received:
-                exit_code = interrupt.EXIT_CODE
+            state, step = train(training, args.steps, keeper, console, watch)
+            if step < args.steps:
+                exit_code = watch.exit_code if watch.received else interrupt.TERMINATED_CODE
                 _say(console, "interrupted: what was learned so far is in the metrics and pictures")
             else:
                 write_results(log, training, state, console, started)
                 write_sample(args, setup, training.graph, state, console)
         except FloatingPointError as error:
             exit_code, failure = 1, f"{error}; a smaller --learning-rate than {args.learning_rate:g} may help"
+    if saved:
+        saved.close()
     if is_first():
         draw(args.out, console)
     _say(console, f"wrote {args.out} in {time.perf_counter() - started:.1f} s")
@@ -311,12 +245,9 @@ def _overview(args: argparse.Namespace, setup: Setup) -> str:
     )
 
 
-def held_out_losses(graph: nnx.GraphDef, state: nnx.State, crops: list[jax.Array]) -> dict[str, float]:
+def held_out_losses(training: Training, state: nnx.State) -> dict[str, float]:
     """How well held-out text is predicted, and how much of that is the experts' doing."""
-    return {
-        "held_out_loss": evaluate(graph, state, crops, with_experts=True),
-        "held_out_loss_without_experts": evaluate(graph, state, crops, with_experts=False),
-    }
+    return {name: evaluate(state, training.held_out) for name, evaluate in training.evaluations.items()}
 
 
 def write_results(log: BinaryIO, training: Training, state: nnx.State, console: Console, started: float) -> None:
@@ -325,28 +256,11 @@ def write_results(log: BinaryIO, training: Training, state: nnx.State, console: 
     Raises:
       FloatingPointError: a loss is no number, once it is written.
     """
-    graph = training.graph
-    losses, digest = held_out_losses(graph, state, training.held_out), parameters_sha256(graph, state)
+    losses, digest = held_out_losses(training, state), parameters_sha256(training.graph, state)
     write_line(log, losses | {"parameters_sha256": digest, "seconds": time.perf_counter() - started})
     _say(console, f"{_verdict(losses)}\nSHA-256 of the parameters: {digest}")
     if not all(map(math.isfinite, losses.values())):
         raise FloatingPointError(f"the held-out loss is {losses['held_out_loss']} after the last step")
-
-
-def parameters_sha256(graph: nnx.GraphDef, state: nnx.State) -> str:
-    """Digest of all parameters' bytes, in the order of their names: two runs compared to the bit."""
-    model, _ = nnx.merge(graph, state)
-    digest = hashlib.sha256()
-    for parameter in jax.tree.leaves(nnx.state(model, nnx.Param)):
-        digest.update(on_host(parameter).tobytes())
-    return digest.hexdigest()
-
-
-def on_host(array: jax.Array) -> np.ndarray:
-    """All of an array, of which other processes may have a part."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _verdict(results: dict[str, float]) -> str:
@@ -395,14 +309,29 @@ def _train_and_show(args: argparse.Namespace, watch: interrupt.Watch) -> int:
         _say(console, _overview(args, setup))
         with console.status("compiling"):
             training = prepare(args, setup)
-        earlier = command.make_folder(args.out, FILES) if is_first() else None
+        earlier = begin(args)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         _complain(error)
         return 2
     _say(console, f"compiled; {time.perf_counter() - started:.1f} s since the start")
     if earlier:
         _say(console, f"moved the results of an earlier run to {earlier}")
-    return run(args, setup, training, console, watch, started)
+    folder = args.out / checkpoints.FOLDER
+    saved = checkpoints.Checkpoints(folder, args.keep_checkpoints) if args.checkpoint_every else None
+    if args.resume:
+        training = resume(training, saved)
+        _say(console, f"resumed after step {training.first}" if training.first else "nothing to resume: begins anew")
+    if is_first():
+        keep_until(args.out / METRICS_FILE, training.first)
+    return run(args, setup, training, saved, console, watch, started)
+
+
+def resume(training: Training, saved: checkpoints.Checkpoints | None) -> Training:
+    """Goes on after the newest checkpoint, if there is one."""
+    step = saved.latest if saved else None
+    if saved is None or step is None:
+        return training
+    return training._replace(first=step, state=saved.restore(step, training.state))
 
 
 if __name__ == "__main__":

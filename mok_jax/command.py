@@ -82,9 +82,11 @@ def not_negative(text: str) -> float:
 
 def add_process_options(parser: Any) -> None:
     """Adds ``--coordinator``, ``--processes`` and ``--process-id``, for :func:`join_processes`."""
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes, each of which runs this")
-    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
-    parser.add_argument("--process-id", type=whole(0), metavar="N", help="which one this is")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where several processes meet, each of which runs this (one runs)"
+    )
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are (1)")
+    parser.add_argument("--process-id", type=whole(0), metavar="N", help="which one this is (0)")
 
 
 def join_processes(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from models.config import ModelConfig
-from models.train import compile_train_step, make_optimizer, make_state, parameters_sha256
+from models.evaluation import parameters_sha256
+from models.step import compile_train_step, make_optimizer, make_state
 from models.transformer import Transformer, batch_sharding
 from mok_jax.sharding import make_mesh
 from support.compare import relative_l2
@@ -52,10 +53,11 @@ class Trained:
         crop = jax.device_put(crop, batch_sharding(mesh))
         # Not Adam, which makes much of the rounding of gradients near 0.
         graph, state = make_state(model, optax.sgd(0.3), mesh)
-        self.step = compile_train_step(graph, state, crop, mesh)
+        crops = crop[None]
+        self.step = compile_train_step(graph, state, crops, mesh)
         self.metrics = []
         for _ in range(STEPS):
-            state, metrics = self.step(state, crop)
+            state, metrics = self.step(state, crops)
             self.metrics.append(jax.tree.map(np.asarray, metrics))
         self.model, _ = nnx.merge(graph, state)
 
