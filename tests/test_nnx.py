@@ -506,3 +506,13 @@ def test_call_errors():
         layer(make_input(2, 3), expert_ids=jnp.zeros((2, 3), jnp.int32))
     with pytest.raises(TypeError, match=r"expert_ids has dtype uint32; it must be int32: expert_ids\.astype"):
         layer(make_input(2, 3), expert_ids=jnp.zeros((2, 3, 2), jnp.uint32))
+
+
+def test_operations_are_named():
+    """In forward and backward, so that a profile tells the parts of a layer apart."""
+    layer = make_layer(num_shared_experts=1)
+    step = nnx.jit(nnx.grad(lambda layer, x: layer(x).output.sum()))
+    text = step.lower(layer, make_input(4)).compile().as_text()
+    for name in ("router", "experts", "shared_experts"):
+        for direction in (r"jvp\(jit\(moe_layer\)\)", r"transpose\(jvp\(jit\(moe_layer\)\)\)"):
+            assert re.search(rf'op_name="[^"]*/{direction}/{name}/', text), (name, direction)

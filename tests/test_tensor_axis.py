@@ -43,7 +43,7 @@ def without_mesh():
 @pytest.fixture
 def local_tokens(monkeypatch):
     """Token counts of the calls of ``mok_jax.moe``, as each rank sees them."""
-    compute._compiled.clear_cache()  # A layer that has been traced with the same shapes would not call it again.
+    compute.moe_layer.clear_cache()  # A layer that has been traced with the same shapes would not call it again.
     counts, moe = [], mok_jax.moe
     monkeypatch.setattr(mok_jax, "moe", lambda x, *rest, **options: counts.append(len(x)) or moe(x, *rest, **options))
     return counts

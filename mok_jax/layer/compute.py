@@ -68,6 +68,8 @@ def forward(
 ) -> MoEOutput:
     """Routes every token to its experts and sums their outputs.
 
+    Operations carry the names ``router``, ``experts`` and ``shared_experts``, which profiles show.
+
     Tokens are split over all axes of the mesh, whatever axes they come replicated over. The output lies along the mesh
     as ``x`` does, where that is known: with explicit axes, and outside ``jit``. Under ``jit`` with automatic axes it
     stays split over all of them until XLA, or a ``with_sharding_constraint`` of the caller, says otherwise.
@@ -104,7 +106,7 @@ def forward(
     routing.check_expert_ids(expert_ids, x.shape[:-1], settings.num_experts_per_tok)
     _check_weights(settings, weights)
     splitting.check_types(array for array in (x, *weights) if isinstance(array, jax.Array))
-    out = _compiled(settings, weights, x, token_mask, expert_ids)
+    out = moe_layer(settings, weights, x, token_mask, expert_ids)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding):
         out = dataclasses.replace(out, output=jax.device_put(out.output, x.sharding))
     return out
@@ -125,7 +127,7 @@ def _check_weights(settings: Settings, weights: Weights) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _compiled(settings: Settings, weights: Weights, x: jax.Array, token_mask, expert_ids) -> MoEOutput:
+def moe_layer(settings: Settings, weights: Weights, x: jax.Array, token_mask, expert_ids) -> MoEOutput:
     """One program where the layer is called eagerly, compiled once; part of the caller's where it is traced."""
     compute = functools.partial(_forward, settings)
     explicit = splitting.explicit_axes(settings.mesh)
@@ -150,16 +152,19 @@ def _forward(
     mask = None if token_mask is None else token_mask.reshape(-1)
     # Zeroed before the router: NaN in padding would reach the gradient of its kernel as NaN * 0.
     tokens = routing.mask_rows(x.reshape(-1, settings.hidden_size), mask)
-    logits = _router_logits(tokens, weights.gate, weights.gate_bias)
-    given_ids = None if expert_ids is None else expert_ids.reshape(-1, settings.num_experts_per_tok)
-    routed = _route(settings, logits, mask, given_ids, weights.expert_bias)
+    with jax.named_scope("router"):
+        logits = _router_logits(tokens, weights.gate, weights.gate_bias)
+        given_ids = None if expert_ids is None else expert_ids.reshape(-1, settings.num_experts_per_tok)
+        routed = _route(settings, logits, mask, given_ids, weights.expert_bias)
     tokens = tokens.astype(settings.dtype or x.dtype)
-    output = _experts(settings, weights, tokens, routed)
     wide = accumulator_dtype(tokens.dtype)
-    if weights.wo_bias is not None:
-        output = output.astype(wide) + _last_bias(settings, weights.wo_bias, routed).astype(wide)
+    with jax.named_scope("experts"):
+        output = _experts(settings, weights, tokens, routed)
+        if weights.wo_bias is not None:
+            output = output.astype(wide) + _last_bias(settings, weights.wo_bias, routed).astype(wide)
     if weights.shared_wo is not None:
-        output = output.astype(wide) + _shared_experts(settings, weights, tokens).astype(wide)
+        with jax.named_scope("shared_experts"):
+            output = output.astype(wide) + _shared_experts(settings, weights, tokens).astype(wide)
     load = routing.expert_load(routed.expert_ids, settings.num_experts)
     update = None
     if weights.expert_bias is not None:
