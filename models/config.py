@@ -13,13 +13,15 @@ class ModelConfig:
     The defaults are what ``python -m models.train`` trains within minutes on two CPU cores.
 
     Attributes:
+      preset: a name in ``mok_jax.zoo.LAYERS``: blocks have that layer's router, activation, biases and shared experts.
+        Empty: plain SwiGLU experts behind a router with ``score_function``.
       num_layers: blocks of attention and experts.
       hidden_size: ``H``; a multiple of ``num_heads``, two times over (rotary positions turn pairs).
       num_heads: attention heads.
       intermediate_size: ``I`` of one expert.
       num_experts: ``E``.
       num_experts_per_tok: ``K``.
-      score_function: of the router, ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
+      score_function: of the router without a preset, ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
       aux_loss_coeff: factor of the load-balancing loss.
       z_loss_coeff: factor of the router z-loss.
       rope_base: wavelength, over 2 pi, of the slowest rotary pair.
@@ -38,6 +40,7 @@ class ModelConfig:
       128
     """
 
+    preset: str = ""
     num_layers: int = 2
     hidden_size: int = 128
     num_heads: int = 4

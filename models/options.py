@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from models import presets
 from models.config import ModelConfig
 from mok_jax.command import Parser, add_process_options, positive, whole
 
@@ -13,6 +14,7 @@ MODEL_FIELDS = dataclasses.fields(ModelConfig)
 
 _LARGEST_SEED = 2**32 - 1  # JAX makes the same key of larger ones as of smaller.
 _OF_MODEL = {
+    "preset": f"the layer of a published model; of {', '.join(presets.PRESETS)}",
     "num_layers": "blocks of attention and experts",
     "hidden_size": "width of the stream; a multiple of twice the number of heads",
     "num_heads": "attention heads",
@@ -31,6 +33,14 @@ _OF_MODEL = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line (``None``: of this process); what is wrong with it ends the process with one line."""
+    parser = _parser()
+    chosen, _ = parser.parse_known_args(arguments)
+    if chosen.preset:
+        parser.set_defaults(**presets.sizes(chosen.preset, chosen.scale))
+    return parser.parse_args(arguments)
+
+
+def _parser() -> Parser:
     parser = Parser(
         "python -m models.train",
         description="Trains a small Mixture-of-Experts language model over bytes and shows what its experts learned. "
@@ -39,13 +49,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_run(parser.add_argument_group("the run"))
     _add_machine(parser.add_argument_group("how it is computed"))
     group = parser.add_argument_group("the model")
+    group.add_argument(
+        "--scale",
+        choices=presets.SCALES,
+        default="tiny",
+        help="sizes that a preset comes with, where no option says another (%(default)s)",
+    )
     for field in MODEL_FIELDS:
-        text = f"{_OF_MODEL[field.name]} (%(default)s)"
-        if field.type is bool:
+        text = f"{_OF_MODEL[field.name]} ({field.default if field.default != '' else 'none'})"
+        if field.name == "preset":
+            group.add_argument(_flag(field), choices=presets.PRESETS, default="", metavar="NAME", help=text)
+        elif field.type is bool:
             group.add_argument(_flag(field), action=argparse.BooleanOptionalAction, default=field.default, help=text)
         else:
             group.add_argument(_flag(field), type=field.type, default=field.default, metavar="X", help=text)
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _flag(field: dataclasses.Field) -> str:

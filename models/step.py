@@ -83,6 +83,7 @@ def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crops: jax.Array, 
             gradients = jax.tree.map(lambda g: g / parts, gradients)
             metrics |= {name: metrics[name] / parts for name in ("loss", "router_loss")}
         optimizer.update(model, gradients)
+        model.balance(metrics["expert_load"])
         return nnx.state((model, optimizer)), metrics
 
     shardings = jax.tree.map(lambda a: a.sharding, state)

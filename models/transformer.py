@@ -4,6 +4,7 @@ It exists to show :class:`mok_jax.nnx.MoE` inside an ordinary model: everything 
 batch split over all axes of the mesh and the rest of the weights on every device.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import mok_jax
+from models import presets
 from models.config import BYTE_VOCABULARY, ModelConfig
+from mok_jax import routing
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
 from mok_jax.nnx import MoE
@@ -70,12 +73,16 @@ class Block(nnx.Module):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(config.hidden_size, dtype=dtype, rngs=rngs)
+        if config.preset:
+            rules = presets.rules(config.preset, config.intermediate_size)
+        else:
+            rules = {"score_function": config.score_function}
         self.moe = MoE(
             config.hidden_size,
             config.intermediate_size,
             config.num_experts,
             config.num_experts_per_tok,
-            score_function=config.score_function,
+            **rules,
             aux_loss_coeff=config.aux_loss_coeff,
             z_loss_coeff=config.z_loss_coeff,
             dtype=dtype,
@@ -161,6 +168,14 @@ class Transformer(nnx.Module):
         x = self.norm(x)
         logits = self.embedding.attend(x) if self.tie_embeddings else self.head(x)
         return ModelOutput(logits.astype(jnp.float32), router_losses.sum(), loads)
+
+    def balance(self, expert_load: jax.Array) -> None:
+        """Moves the biases that steer routers' choices, where there are any, by a step's load int32 ``[layers, E]``."""
+        of_blocks = [(self.blocks, expert_load)] if self.scan else zip(self.blocks, expert_load, strict=True)
+        for moe, load in ((block.moe, load) for block, load in of_blocks):
+            if moe.expert_bias is not None:
+                update = functools.partial(routing.expert_bias_update, rate=moe.settings.expert_bias_update_rate)
+                moe.expert_bias[...] += jnp.vectorize(update, signature="(e)->(e)")(load)
 
     def _apply_blocks(self, x: jax.Array, *, with_experts: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The stream after all blocks; their losses, f32 ``[layers]``, and loads, int32 ``[layers, E]``."""

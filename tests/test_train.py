@@ -291,7 +291,7 @@ def test_help_says_what_each_option_means(capsys):
         train.main(["--help"])
     shown = capsys.readouterr().out.split("options:")[1]
     options = re.split(r"\n  (?=-)", shown)[2:]
-    assert len(options) == 22 + len(dataclasses.fields(ModelConfig))
+    assert len(options) == 23 + len(dataclasses.fields(ModelConfig))
     for option in options:
         assert len(re.findall(r"[a-z]{2,}", re.sub(r"^.*?(\n|  )", "", option))) >= 2, option
         assert "(" in option, option  # The default.
