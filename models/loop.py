@@ -1,6 +1,7 @@
 """The training loop, and what it does between steps: metrics, evaluations, checkpoints."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from models import interrupt
 from models.checkpoints import Checkpoints
 from models.evaluation import Evaluation
-from models.metrics import Intervals, write_line
+from models.metrics import Board, Intervals, write_line
 
 
 class Training(NamedTuple):
@@ -30,6 +31,23 @@ class Training(NamedTuple):
     evaluations: dict[str, Evaluation]
 
 
+class Profile(NamedTuple):
+    """JAX's profiler over ``steps`` steps, of which the first follows ``begin``: for Perfetto, XProf and TensorBoard."""
+
+    folder: Path
+    begin: int
+    steps: int
+
+    def after(self, step: int, state: nnx.State, *, last: bool) -> None:
+        """Starts or ends the trace where it is time to."""
+        end = self.begin + self.steps
+        if step == self.begin and not last:
+            jax.profiler.start_trace(self.folder)
+        elif step == end or (last and self.begin < step < end):
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+
+
 class Keeper(NamedTuple):
     """What becomes of a step's metrics and state besides the next step; 0 as ``every``: nothing."""
 
@@ -39,6 +57,8 @@ class Keeper(NamedTuple):
     evaluate_every: int
     checkpoints: Checkpoints | None
     checkpoint_every: int
+    board: Board | None = None
+    profile: Profile | None = None
 
     def after(self, step: int, state: nnx.State, metrics: dict, *, last: bool) -> tuple[bool, list[dict]]:
         """Returns whether training ends here, which ``last`` may say already, and intervals that are complete."""
@@ -47,9 +67,14 @@ class Keeper(NamedTuple):
         # A checkpoint is only of steps whose metrics are written: those before it are not computed again.
         lines = [self.intervals.add(metrics), self.intervals.read() if saves else None]
         if self.evaluate_every and step % self.evaluate_every == 0:
-            write_line(self.log, {"step": step} | self.evaluate(state))
+            evaluated = {"step": step} | self.evaluate(state)
+            write_line(self.log, evaluated)
+            if self.board:
+                self.board.add(evaluated)
         if self.checkpoints and saves:
             self.checkpoints.save(step, state)
+        if self.profile:
+            self.profile.after(step, state, last=last)
         return last, [line for line in lines if line]
 
 

@@ -17,7 +17,8 @@ CONFIG_FILE = "config.json"
 SAMPLE_FILE = "sample.txt"
 LOSS_PICTURE = "loss.png"
 LOAD_PICTURE = "expert_load.png"
-FILES = METRICS_FILE, CONFIG_FILE, SAMPLE_FILE, LOSS_PICTURE, LOAD_PICTURE
+BOARD_FOLDER, PROFILE_FOLDER = "tensorboard", "profile"
+FILES = METRICS_FILE, CONFIG_FILE, SAMPLE_FILE, LOSS_PICTURE, LOAD_PICTURE, BOARD_FOLDER, PROFILE_FOLDER
 
 
 def write_line(log: BinaryIO, values: dict[str, Any]) -> None:
@@ -71,6 +72,25 @@ def keep_until(path: Path, step: int) -> None:
     unfinished.replace(path)
 
 
+class Board:
+    """The same numbers for TensorBoard, as event files in a folder."""
+
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A line of the metrics with its ``step``; of what is no number, nothing."""
+        for name, value in line.items():
+            if isinstance(value, float):
+                self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+
 class Intervals:
     """Gathers the steps' metrics and writes one JSON line an interval.
 
@@ -80,8 +100,18 @@ class Intervals:
     raise what ``mok_jax.check`` does.
     """
 
-    def __init__(self, log: BinaryIO, schedule: optax.Schedule, tokens_per_step: int, length: int, first: int = 0):
+    def __init__(
+        self,
+        log: BinaryIO,
+        schedule: optax.Schedule,
+        tokens_per_step: int,
+        length: int,
+        first: int = 0,
+        flops_per_step: int = 0,
+        board: Board | None = None,
+    ):
         self._log, self._schedule, self._tokens, self._length = log, schedule, tokens_per_step, length
+        self._flops, self._board = flops_per_step, board
         self._unread: dict | None = None
         self._steps: list[dict] = []
         self._count = first
@@ -123,10 +153,13 @@ class Intervals:
             "router_loss": float(np.mean([step["router_loss"] for step in self._steps])),
             "learning_rate": float(self._schedule(self._count - 1)),
             "tokens_per_s": self._tokens * len(self._steps) / seconds,
+            "model_tflops_per_s": self._flops * len(self._steps) / seconds / 1e12,
             # The busiest expert's tokens as a multiple of an even share, worst layer: 1 is balanced, E / K all to K.
             "load_imbalance": float((load.max(axis=-1) / even).max()),
             "expert_load": load.tolist(),
         }
         write_line(self._log, line)
+        if self._board:
+            self._board.add(line)
         self._steps, self._started = [], time.perf_counter()
         return line

@@ -139,6 +139,18 @@ def _add_run(group: Any) -> None:
         "--keep-checkpoints", type=whole(1), default=3, metavar="N", help="how many, the newest (%(default)s)"
     )
     group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write the metrics for TensorBoard, too, into tensorboard in --out; needs tensorboardX (off)",
+    )
+    group.add_argument(
+        "--profile",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="trace N steps, the first ten left out, into profile in --out (%(default)s)",
+    )
+    group.add_argument(
         "--resume",
         action="store_true",
         help="go on with the run in --out after its newest checkpoint, on as many devices as there are; begin anew "

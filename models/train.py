@@ -34,8 +34,19 @@ from rich.console import Console
 from models import checkpoints, data, interrupt
 from models.config import ModelConfig
 from models.evaluation import generate, make_evaluation, parameters_sha256
-from models.loop import Keeper, Training, train
-from models.metrics import CONFIG_FILE, FILES, METRICS_FILE, SAMPLE_FILE, Intervals, keep_until, write_line
+from models.loop import Keeper, Profile, Training, train
+from models.metrics import (
+    BOARD_FOLDER,
+    CONFIG_FILE,
+    FILES,
+    METRICS_FILE,
+    PROFILE_FOLDER,
+    SAMPLE_FILE,
+    Board,
+    Intervals,
+    keep_until,
+    write_line,
+)
 from models.options import MODEL_FIELDS, parse_arguments
 from models.step import compile_train_step, make_optimizer, make_state
 from models.transformer import Transformer, batch_sharding
@@ -46,6 +57,7 @@ from mok_jax.sharding import make_mesh
 _VIRTUAL_CPU_DEVICES = 8
 _CPU_EXPERT_PARALLELISM = 4
 _HELD_OUT_BATCHES = 16
+_BEFORE_PROFILE = 10
 _PROMPT_BYTES = 48
 _SAMPLE_BYTES = 256
 _DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
@@ -97,6 +109,8 @@ def set_up(args: argparse.Namespace) -> Setup:
     """
     config = ModelConfig(**{field.name: getattr(args, field.name) for field in MODEL_FIELDS})
     command.check_folder(args.out)
+    if args.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise ImportError("--tensorboard needs tensorboardX: pip install tensorboardX")
     if is_resumed(args):
         checkpoints.check_config(args.out, kept_options(args))
     corpus = data.load_corpus(args.data)
@@ -191,16 +205,7 @@ def run(
     """Trains, evaluates, samples and draws; returns the exit code."""
     exit_code, failure = 0, ""
     with Path(args.out / METRICS_FILE if is_first() else os.devnull).open("ab", buffering=0) as log:
-        tokens = args.batch_size * args.sequence_length
-        intervals = Intervals(log, training.schedule, tokens, args.log_every, training.first)
-        keeper = Keeper(
-            log,
-            intervals,
-            functools.partial(held_out_losses, training),
-            args.evaluate_every,
-            saved,
-            args.checkpoint_every,
-        )
+        keeper = make_keeper(args, setup, training, saved, log)
         try:
             state, step = train(training, args.steps, keeper, console, watch)
             if step < args.steps:
@@ -211,14 +216,45 @@ def run(
                 write_sample(args, setup, training.graph, state, console)
         except FloatingPointError as error:
             exit_code, failure = 1, f"{error}; a smaller --learning-rate than {args.learning_rate:g} may help"
-    if saved:
-        saved.close()
+    for written in (saved, keeper.board):
+        if written:
+            written.close()
     if is_first():
         draw(args.out, console)
     _say(console, f"wrote {args.out} in {time.perf_counter() - started:.1f} s")
     if failure:
         _complain(failure)
     return exit_code
+
+
+def make_keeper(
+    args: argparse.Namespace,
+    setup: Setup,
+    training: Training,
+    saved: checkpoints.Checkpoints | None,
+    log: BinaryIO,
+) -> Keeper:
+    """What is done between steps, as the command line says."""
+    board = Board(args.out / BOARD_FOLDER) if args.tensorboard and is_first() else None
+    sizes = args.batch_size, args.sequence_length
+    return Keeper(
+        log,
+        Intervals(
+            log,
+            training.schedule,
+            math.prod(sizes),
+            args.log_every,
+            training.first,
+            setup.model.flops(*sizes),
+            board,
+        ),
+        functools.partial(held_out_losses, training),
+        args.evaluate_every,
+        saved,
+        args.checkpoint_every,
+        board,
+        Profile(args.out / PROFILE_FOLDER, training.first + _BEFORE_PROFILE, args.profile) if args.profile else None,
+    )
 
 
 def is_first() -> bool:

@@ -22,6 +22,7 @@ from mok_jax import routing
 from mok_jax.api import Implementation
 from mok_jax.config import MoKConfig
 from mok_jax.nnx import MoE
+from mok_jax.work import Direction, product_flops
 
 # The axis that stacking adds to parameters has no name: no rule splits it.
 _LAYERS = {nnx.PARTITION_NAME: None}
@@ -168,6 +169,22 @@ class Transformer(nnx.Module):
         x = self.norm(x)
         logits = self.embedding.attend(x) if self.tie_embeddings else self.head(x)
         return ModelOutput(logits.astype(jnp.float32), router_losses.sum(), loads)
+
+    def flops(self, batch: int, length: int) -> int:
+        """Floating-point operations of all products of a training step on ``[batch, length]`` bytes; of attention those
+        that causality leaves.
+        """
+        tokens = batch * length
+        direction: Direction = "forward+backward"
+        hidden = self.embedding.features
+        block = self.blocks.moe if self.scan else self.blocks[0].moe
+        of_block = (
+            block.settings.flops(tokens, direction)
+            + product_flops(tokens, hidden, 4 * hidden, direction)
+            + product_flops(tokens, hidden, length, direction)  # twice, over half of the positions
+        )
+        layers = len(jax.tree.leaves(self.blocks.moe.wo)[0]) if self.scan else len(self.blocks)
+        return layers * of_block + product_flops(tokens, hidden, BYTE_VOCABULARY, direction)
 
     def balance(self, expert_load: jax.Array) -> None:
         """Moves the biases that steer routers' choices, where there are any, by a step's load int32 ``[layers, E]``."""

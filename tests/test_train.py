@@ -109,7 +109,7 @@ def test_a_run_writes_everything(text_file, tmp_path):
     """And moves aside what an earlier one has left."""
     (tmp_path / "earlier-1").mkdir()
     (tmp_path / "metrics.jsonl").write_text("of an earlier run")
-    output, code = finish(start(text_file, tmp_path, "--steps", "5"))
+    output, code = finish(start(text_file, tmp_path, "--steps", "13", "--tensorboard", "--profile", "2"))
     assert code == 0, output
     assert "8 cpu devices: data 2 x expert 4, float32" in output
     earlier = tmp_path / "earlier-2"
@@ -118,12 +118,14 @@ def test_a_run_writes_everything(text_file, tmp_path):
     written = {path.name: path.stat().st_size for path in tmp_path.iterdir() if path.is_file()}
     assert set(written) == {"metrics.jsonl", "config.json", "loss.png", "expert_load.png", "sample.txt"}
     assert min(written.values()) > 0
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert list((tmp_path / "profile").rglob("*.trace.json.gz"))
 
     intervals, results = read_metrics(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in intervals] == [2, 4, 5]
-    for line, steps in zip(intervals, (2, 2, 1), strict=True):
+    assert [line["step"] for line in intervals] == [2, 4, 6, 8, 10, 12, 13]
+    for line, steps in zip(intervals, (2,) * 6 + (1,), strict=True):
         assert np.sum(line["expert_load"]) == 8 * 16 * 2 * steps
-        assert 0 < line["loss"] < 10 and line["tokens_per_s"] > 0 and line["load_imbalance"] >= 1
+        assert 0 < line["loss"] < 10 and line["model_tflops_per_s"] > 0 and line["load_imbalance"] >= 1
     assert intervals[0]["loss"] > intervals[-1]["loss"]
     assert results["held_out_loss"] != results["held_out_loss_without_experts"]
     assert 0 < results["held_out_loss"] < 10
@@ -291,7 +293,7 @@ def test_help_says_what_each_option_means(capsys):
         train.main(["--help"])
     shown = capsys.readouterr().out.split("options:")[1]
     options = re.split(r"\n  (?=-)", shown)[2:]
-    assert len(options) == 23 + len(dataclasses.fields(ModelConfig))
+    assert len(options) == 25 + len(dataclasses.fields(ModelConfig))
     for option in options:
         assert len(re.findall(r"[a-z]{2,}", re.sub(r"^.*?(\n|  )", "", option))) >= 2, option
         assert "(" in option, option  # The default.

@@ -142,3 +142,14 @@ def test_the_digest_is_of_every_parameter():
         nnx.update(model, nnx.from_flat_state([(path, parameter.replace(nudged))]))
         others.add(digest(model))
     assert first not in others and len(others) == 12
+
+
+@pytest.mark.parametrize("scan", (True, False))
+def test_work_of_a_step(scan):
+    """Products of [rows, width] @ [width, columns], three times: for the forward and twice for the backward."""
+    config = ModelConfig(num_layers=3, hidden_size=8, num_heads=2, intermediate_size=5, num_experts=4, scan=scan)
+    model = Transformer(config, implementation="reference", rngs=nnx.Rngs(0))
+    tokens, length, h, i, e, k = 12, 6, 8, 5, 4, 2
+    attention = h * 3 * h + h * h + 2 * h * length / 2
+    experts = h * e + k * 3 * h * i
+    assert model.flops(2, length) == 3 * 2 * tokens * (3 * (attention + experts) + h * 256)
