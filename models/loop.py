@@ -32,7 +32,7 @@ class Training(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """JAX's profiler over ``steps`` steps, of which the first follows ``begin``: for Perfetto, XProf and TensorBoard."""
+    """JAX's profiler over ``steps`` steps, of which the first follows ``begin``, for Perfetto or TensorBoard."""
 
     folder: Path
     begin: int
