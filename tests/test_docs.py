@@ -192,6 +192,7 @@ COMMANDS: list[tuple[str, str, Callable[..., None]]] = [
     (".venv/bin/python -m pytest", "other tests", _names_a_test),
     ("python -m mok_jax", "run", _succeeds),
     ("python -m models.train", "takes a minute; tests/test_train.py", lambda *options: train.parse_arguments(options)),
+    ("python -m models.sharded_decoder", "takes a minute; tests/test_sharded_decoder.py", lambda: None),
     ("python -m models.flax_moe", "takes a minute; tests/test_flax_example.py", lambda *options: None),
     ("python -m benchmarks.layer", "takes minutes; tests/test_benchmarks.py", lambda: None),
     ("python -m benchmarks.ranks", "takes a minute; tests/test_benchmark_ranks.py", lambda: None),
