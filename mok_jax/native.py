@@ -13,9 +13,15 @@ import jax.ffi
 
 # Of what these sources and the extension expect of each other: its functions, and the buffers of its calls in their
 # order. Raise it with every change to those; CMake reads it here, and an extension with another number is refused.
-INTERFACE = 9
+INTERFACE = 10
 
 _EXTENSION = "mok_jax._native"
+# A package that travels has several, by what a processor must have (in Linux's words); the first that fits is loaded.
+_AVX2 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BUILDS: dict[str, set[str]] = {"avx512": _AVX512, "avx2": _AVX2, "baseline": set()}
+# Names one of them, to be loaded whatever the processor has.
+BUILD_VARIABLE = "MOK_JAX_CPU_BUILD"
 _registration = threading.Lock()
 
 
@@ -45,20 +51,58 @@ def library() -> ModuleType:
 
 
 def _import_extension() -> ModuleType:
-    """Imports the extension from this package's folder or, where that has none, from an installed copy of the package.
+    """Imports the extension that was built for this machine or, of a package that travels, the best that runs here."""
+    missing: ModuleNotFoundError | None = None
+    of_this_machine = [] if BUILD_VARIABLE in os.environ else [_EXTENSION]
+    for name in (*of_this_machine, *(f"{_EXTENSION}_{build}" for build in _fitting_builds())):
+        try:
+            return _import_by_name(name)
+        except ModuleNotFoundError as error:
+            missing = missing or error
+    assert missing is not None
+    raise missing
+
+
+def _fitting_builds() -> list[str]:
+    """The names of those that this processor runs, the best first.
+
+    Raises:
+      ImportError: the user's choice is none of them.
+    """
+    chosen = os.environ.get(BUILD_VARIABLE)
+    if chosen is not None:
+        if chosen not in _BUILDS:
+            raise ImportError(f"{BUILD_VARIABLE}={chosen} is none of {', '.join(_BUILDS)}")
+        return [chosen]
+    return [build for build, wanted in _BUILDS.items() if wanted <= _processor_flags()]
+
+
+@functools.cache
+def _processor_flags() -> set[str]:
+    """What Linux says that the processor has; nothing elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line.split(":", 1)[1] for line in file if line.startswith("flags")]
+    except OSError:
+        return set()
+    return set(lines[0].split()) if lines else set()
+
+
+def _import_by_name(name: str) -> ModuleType:
+    """From this package's folder or, where that has none, from an installed copy of the package.
 
     After ``pip install .`` a Python that is started in the checkout finds these sources there before those installed,
     and the extension only beside the latter.
     """
     try:
-        return importlib.import_module(_EXTENSION)
+        return importlib.import_module(name)
     except ModuleNotFoundError:
-        spec = PathFinder.find_spec(_EXTENSION, [os.path.join(entry, "mok_jax") for entry in sys.path])
-        if _EXTENSION in sys.modules or spec is None or spec.loader is None:
+        spec = PathFinder.find_spec(name, [os.path.join(entry, "mok_jax") for entry in sys.path])
+        if name in sys.modules or spec is None or spec.loader is None:
             raise
         extension = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(extension)
-        sys.modules[_EXTENSION] = extension
+        sys.modules[name] = extension
         return extension
 
 

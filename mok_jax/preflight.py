@@ -58,7 +58,8 @@ def probe_extension() -> Iterator[Finding]:
         yield Finding("extension", str(missing).split(". ")[0], "build it: `make build` or `pip install .`")
         return
     known = [f"{capability} ({name})" for capability, name in native.architectures().items() if native.has_cuda()]
-    yield Finding("extension", f"interface {native.INTERFACE}; kernels for GPUs: {', '.join(known) or 'none'}")
+    name = native.library().__name__.rpartition(".")[2]
+    yield Finding("extension", f"{name}, interface {native.INTERFACE}; kernels for GPUs: {', '.join(known) or 'none'}")
 
 
 def probe_devices() -> Iterator[Finding]:

@@ -35,7 +35,7 @@ def test_submodules_are_imported_when_they_are_named():
     run_python(
         """
 import sys, mok_jax
-names = {"linen", "nnx", "routing", "sharding", "zoo", "__version__"}
+names = {"interop", "linen", "nnx", "routing", "sharding", "zoo", "__version__"}
 assert names <= set(dir(mok_jax)) and "flax" not in sys.modules
 assert mok_jax.zoo.LAYERS["deepseek-v3"].arguments()["num_experts"] == 256
 assert mok_jax.routing and "flax" not in sys.modules
@@ -102,3 +102,29 @@ except {error} as error:
 assert "jax" not in sys.modules
 """
     assert run_python(code, preamble="") == "mok_jax needs Python >= 3.12; this is 3.11\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "fma avx2 bmi1 bmi2 f16c abm movbe avx512f avx512bw avx512cd avx512dq avx512vl",
+            ["avx512", "avx2", "baseline"],
+        ),
+        ("fma avx2 bmi1 bmi2 f16c abm movbe avx512f", ["avx2", "baseline"]),  # of Xeon Phi: not all of x86-64-v4
+        ("sse4_2 avx2", ["baseline"]),
+        ("", ["baseline"]),
+    ],
+)
+def test_builds_that_a_processor_runs(monkeypatch, flags, expected):
+    """Of a package that travels; the best one is the first."""
+    monkeypatch.delenv(native.BUILD_VARIABLE, raising=False)
+    monkeypatch.setattr(native, "_processor_flags", lambda: set(flags.split()))
+    assert native._fitting_builds() == expected
+
+
+def test_a_build_is_chosen_by_name():
+    """Or refused, here for being none, and for not being part of an installation from sources."""
+    code = "from mok_jax import native; print(native.missing())"
+    assert "MOK_JAX_CPU_BUILD=sse is none of avx512, avx2, baseline" in run_python(code, MOK_JAX_CPU_BUILD="sse")
+    assert "No module named 'mok_jax._native_avx2'" in run_python(code, MOK_JAX_CPU_BUILD="avx2")

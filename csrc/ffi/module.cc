@@ -9,6 +9,7 @@
 #include "cuda/architectures.h"
 #include "cuda/workspace.h"
 #include "ffi/cpu.h"
+#include "host/timeline.h"
 #include "moe/scratch.h"
 #ifdef MOK_WITH_CUDA
 #include "cuda/runtime/nccl.h"
@@ -69,6 +70,32 @@ nb::dict architectures() {
   return names;
 }
 
+// Each event as a dictionary; times in nanoseconds of one clock.
+nb::list take_timeline() {
+  const auto ns = [](std::chrono::steady_clock::time_point time) {
+    return time.time_since_epoch() / std::chrono::nanoseconds(1);
+  };
+  nb::list events;
+  for (const mok::host::Event& e : mok::host::Timeline::instance().take()) {
+    nb::dict event;
+    event["direction"] = e.direction == mok::Direction::forward ? "forward" : "backward";
+    event["rank"] = e.rank;
+    event["worker"] = e.worker;
+    event["communicates"] = e.communicates;
+    event["kind"] = mok::kTaskNames[static_cast<int>(e.task.kind)];
+    event["macrobatch"] = e.task.macrobatch;
+    event["block"] = e.task.block;
+    event["blocks"] = e.task.blocks;
+    event["expert"] = e.task.expert;
+    event["part"] = e.task.part;
+    event["begin"] = ns(e.begin);
+    event["ready"] = ns(e.ready);
+    event["end"] = ns(e.end);
+    events.append(event);
+  }
+  return events;
+}
+
 // Stage to handler, by direction; empty where the extension was built without CUDA.
 nb::dict cuda_handlers() {
   nb::dict directions;
@@ -88,7 +115,7 @@ nb::dict cuda_handlers() {
 
 }  // namespace
 
-NB_MODULE(_native, m) {
+NB_MODULE(MOK_EXTENSION, m) {
   m.attr("INTERFACE") = MOK_INTERFACE;
   m.attr("ROW_BLOCK") = mok::kRowBlock;
   m.def("cpu_handlers", [] {
@@ -103,6 +130,10 @@ NB_MODULE(_native, m) {
         "The GPU architectures that have kernels: names by compute capability, such as \"9.0\".");
   m.def("gpu_cycles", &gpu_cycles, nb::call_guard<nb::gil_scoped_release>(),
         "Calls that the current GPU has completed, and clock cycles of all their CTAs; waits for it. For benchmarks.");
+  m.def(
+      "start_timeline", [] { mok::host::Timeline::instance().start(); },
+      "Has the CPU executor record every task of the calls that begin from now on.");
+  m.def("take_timeline", &take_timeline, "Ends that; returns the tasks of calls that are complete, as dictionaries.");
   m.def("nccl_missing", &nccl_missing, "Why the NCCL that is loaded cannot serve several GPUs; empty: it can.");
   m.def("failure_text", &failure_text, "What a GPU has reported of an earlier call; empty: nothing.");
   m.def("call_site_type", [] {

@@ -72,9 +72,10 @@ std::optional<std::string> execute(Call<T> call, GroupCall& group, const Options
   PlanTables tables;
   const Plan plan = tables.plan(shape, call.save, call.routing.expert_rows, tokens);
   const TaskLists lists(call.direction, shape, plan);
-  Workers workers(plan, lists, call.routing.row_table, group, options, [&](const Task& task, TileMatmul& matmul) {
+  const auto run_task = [&](const Task& task, TileMatmul& matmul) {
     Tiles<T>(call.direction, shape, plan, call.buffers, tokens, call.activation, matmul).run(task);
-  });
+  };
+  Workers workers(call.direction, plan, lists, call.routing.row_table, group, options, run_task);
   workers.run();
   if (group.cancelled()) return group.reason();
   return std::nullopt;

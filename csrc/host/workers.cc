@@ -3,6 +3,8 @@
 #include <random>
 #include <thread>
 
+#include "host/timeline.h"
+
 namespace mok::host {
 namespace {
 
@@ -32,9 +34,10 @@ class MatmulPool {
 
 }  // namespace
 
-Workers::Workers(const Plan& plan, const TaskLists& lists, const RowSource* row_table, GroupCall& group,
-                 const Options& options, RunTask run_task)
-    : plan_(plan),
+Workers::Workers(Direction direction, const Plan& plan, const TaskLists& lists, const RowSource* row_table,
+                 GroupCall& group, const Options& options, RunTask run_task)
+    : direction_(direction),
+      plan_(plan),
       lists_(lists),
       row_table_(row_table),
       group_(group),
@@ -47,7 +50,7 @@ Workers::Workers(const Plan& plan, const TaskLists& lists, const RowSource* row_
 
 void Workers::run() {
   std::vector<std::thread> threads;
-  uint64_t worker = 0;
+  int32_t worker = 0;
   for (int32_t i = 0; i < options_.communication_workers; ++i) {
     threads.emplace_back([this, id = worker++] { work(communication_, id); });
   }
@@ -58,16 +61,21 @@ void Workers::run() {
   for (std::thread& thread : threads) thread.join();
 }
 
-void Workers::work(Queue& queue, uint64_t worker) {
+void Workers::work(Queue& queue, int32_t worker) {
   std::minstd_rand random(static_cast<uint32_t>(options_.delay_seed * 7919 + plan_.rank * 131 + worker));
   auto matmul = MatmulPool::instance().take();
+  WorkerTimeline timeline(
+      {.direction = direction_, .rank = plan_.rank, .worker = worker, .communicates = &queue == &communication_});
   // Relaxed: claiming a ticket orders nothing, and the thread sanitizer shall not believe that it does.
   for (int64_t ticket; (ticket = queue.next.fetch_add(1, std::memory_order_relaxed)) < queue.list.tasks;) {
     const Task task = lists_.task(queue.list, ticket);
     if (options_.delay_seed) std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
+    timeline.begin(task);
     if (!wait_for(task)) break;
+    timeline.ready();
     run_task_(task, *matmul);
     signal(task);
+    timeline.end();
   }
   MatmulPool::instance().give_back(std::move(matmul));
 }

@@ -13,7 +13,7 @@ class Workers {
   // `run_task` is called by many threads at once, each with its own TileMatmul.
   using RunTask = std::function<void(const Task&, TileMatmul&)>;
 
-  Workers(const Plan& plan, const TaskLists& lists, const RowSource* row_table, GroupCall& group,
+  Workers(Direction direction, const Plan& plan, const TaskLists& lists, const RowSource* row_table, GroupCall& group,
           const Options& options, RunTask run_task);
 
   // Until both lists are done, or the group's call is cancelled.
@@ -25,13 +25,14 @@ class Workers {
     std::atomic<int64_t> next{0};
   };
 
-  void work(Queue& queue, uint64_t worker);
+  void work(Queue& queue, int32_t worker);
   bool wait_for(const Task& task);
   void signal(const Task& task);
   void notify_sources(const Task& task);
   int32_t value(int32_t counter) const;
   std::string describe(const Task& task) const;
 
+  const Direction direction_;
   const Plan& plan_;
   const TaskLists& lists_;
   const RowSource* row_table_;

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "host/executor.h"
+#include "host/timeline.h"
 
 namespace mok::verify {
 namespace {
@@ -231,9 +232,14 @@ bool same_bits(const Sizes& sizes, const std::vector<Schedule>& schedules) {
   for (size_t n = 0; n < schedules.size(); ++n) {
     std::vector<RankStep<T>> ranks;
     for (int64_t r = 0; r < sizes.ranks; ++r) ranks.emplace_back(sizes, schedules[n], r, inputs[r]);
+    if (n > 0) host::Timeline::instance().start();
     for (const auto& error : step(ranks, 0, 60)) {
       if (!error) continue;
       std::printf("%s, schedule %zu: %s\n", sizes.name, n, error->c_str());
+      return false;
+    }
+    if (host::Timeline::instance().take().empty() != (n == 0)) {
+      std::printf("%s, schedule %zu: tasks are recorded only if they should not be\n", sizes.name, n);
       return false;
     }
     for (int64_t r = 0; r < sizes.ranks; ++r) {
