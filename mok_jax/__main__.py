@@ -2,7 +2,7 @@
 
 import sys
 
-from mok_jax import plan, preflight, verify
+from mok_jax import plan, preflight, timeline, verify
 from mok_jax.command import Parser
 
 
@@ -13,7 +13,13 @@ def main(arguments: list[str] | None = None) -> int:
     plans = "whether a published layer fits a cluster, and what it takes of every GPU"
     verifies = "whether the megakernel's numbers are right on a shape and on this machine, and its bits always the same"
     looks = "what this machine has, and what keeps the megakernel from running on it"
-    modules = ("plan", plan, plans), ("preflight", preflight, looks), ("verify", verify, verifies)
+    draws = "what every worker of a call did and waited for, as pictures and traces; recorded from the CPU executor"
+    modules = (
+        ("plan", plan, plans),
+        ("preflight", preflight, looks),
+        ("timeline", timeline, draws),
+        ("verify", verify, verifies),
+    )
     for name, module, text in modules:
         about = f"{text[0].upper()}{text[1:]}. Defaults are in parentheses."
         command = commands.add_parser(name, help=text, description=about)

@@ -7,7 +7,7 @@ and all results must be the same bits however the work is cut and spread. Inputs
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -136,8 +136,8 @@ def make_inputs(request: Request, seed: int | None = None) -> Inputs:
     )
 
 
-def run_layer(request: Request, inputs: Inputs, ranks: int, **settings: Any) -> Results:
-    """Forward and backward of the megakernel, with ``settings`` of ``MoKConfig``."""
+def jit_layer(request: Request, ranks: int, **settings: Any) -> Callable[..., Results]:
+    """Forward and backward of the megakernel on :class:`Inputs`, with ``settings`` of ``MoKConfig``."""
     axis = None if ranks == 1 else "expert"
 
     def step(x, ids, expert_weights, wi_0, wi_1, wo, dy):
@@ -161,7 +161,12 @@ def run_layer(request: Request, inputs: Inputs, ranks: int, **settings: Any) -> 
     if axis is not None:
         mesh = Mesh(np.array(jax.local_devices()[:ranks]), (axis,))
         step = jax.shard_map(step, mesh=mesh, in_specs=(P(axis),) * 7, out_specs=P(axis))
-    return Results(*map(np.asarray, jax.jit(step)(*inputs)))
+    return jax.jit(step)
+
+
+def run_layer(request: Request, inputs: Inputs, ranks: int, **settings: Any) -> Results:
+    """What :func:`jit_layer` gives for ``inputs``, on the host."""
+    return Results(*map(np.asarray, jit_layer(request, ranks, **settings)(*inputs)))
 
 
 def verify(request: Request) -> Iterator[Check]:
@@ -310,8 +315,19 @@ def _check_other_tokens(request: Request, inputs: Inputs, results: Results) -> C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for every field of :class:`Request`, and ``--model``, which sets those that a layer has."""
+    """Adds the command's options."""
     parser.epilog = f"Exit status: {HOLDS}, everything holds; {DOES_NOT_HOLD}, something does not; {REFUSED}, refused."
+    add_request_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for machines: JSON, refusals too")
+
+
+def add_request_arguments(parser: argparse.ArgumentParser, sizes: Mapping[str, int] | None = None) -> None:
+    """Adds an option for every field of :class:`Request`, and ``--model``, which sets those that a layer has.
+
+    ``sizes`` are taken where the command line has neither.
+    """
+    sizes = sizes or {}
+    parser.set_defaults(sizes=sizes)
     parser.add_argument("--model", choices=sorted(LAYERS), metavar="X", help=f"one of {', '.join(LAYERS)}")
     for name, text in (
         ("hidden_size", "H"),
@@ -319,14 +335,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("num_experts", "E; of a large model, those of one GPU"),
         ("num_experts_per_tok", "K"),
     ):
-        parser.add_argument(_option(name), type=whole(1), metavar="N", help=f"{text} (default: the model's)")
+        default = f"the model's, or {sizes[name]}" if name in sizes else "the model's"
+        parser.add_argument(_option(name), type=whole(1), metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--activation", choices=ACTIVATIONS, help="(default: the model's, or swiglu)")
     parser.add_argument("--activation-limit", type=positive, metavar="X", help="(default: the model's, or none)")
     parser.add_argument("--tokens", type=whole(1), default=512, metavar="N", help="of all ranks (%(default)s)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bfloat16", help="(%(default)s)")
     parser.add_argument("--expert-parallelism", type=whole(1), default=1, metavar="N", help="devices (%(default)s)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the inputs (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="for machines: JSON, refusals too")
 
 
 def _option(name: str) -> str:
@@ -341,6 +357,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
         value = getattr(arguments, field.name)
         if value is None and layer is not None:
             value = getattr(layer, field.name)
+        if value is None:
+            value = arguments.sizes.get(field.name)
         if value is None and field.default is dataclasses.MISSING:
             raise ValueError(f"{_option(field.name)} is missing, or --model, which has one.")
         if value is not None:
