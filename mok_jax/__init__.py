@@ -1,8 +1,8 @@
 """Mixture-of-Experts for JAX: dispatch, expert MLP and combine in one persistent kernel per direction.
 
 Importing this package starts no backend. The layer for Flax models is in ``mok_jax.nnx`` and ``mok_jax.linen``,
-meshes are in ``mok_jax.sharding``, routing functions in ``mok_jax.routing``, published layers in ``mok_jax.zoo``: all
-there as attributes of the package, each imported when it is first named.
+meshes are in ``mok_jax.sharding``, routing functions in ``mok_jax.routing``, published layers in ``mok_jax.zoo`` and
+their weights in ``mok_jax.interop``: all there as attributes of the package, each imported when it is first named.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from mok_jax.work import flops
 
 __all__ = ["MoEStats", "MoKConfig", "check", "flops", "moe", "register_ffi_targets", "remat_policy"]
 
-_IMPORTED_WHEN_NAMED = "linen", "nnx", "routing", "sharding", "zoo"
+_IMPORTED_WHEN_NAMED = "interop", "linen", "nnx", "routing", "sharding", "zoo"
 
 
 def __getattr__(name: str) -> Any:
