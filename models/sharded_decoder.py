@@ -136,9 +136,9 @@ def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
 def loss_of(config: Config, mesh: Mesh, parameters: tuple[Parameters, jax.Array], crop: jax.Array) -> jax.Array:
     """Cross-entropy in nats per byte of the next byte, ``crop`` int32 ``[B, S + 1]``, and the balancing loss."""
     layers, embedding = parameters
-    step = functools.partial(block, config, config.settings(mesh))
+    one_layer = functools.partial(block, config, config.settings(mesh))
     # A scan has no need of the barriers that keep XLA from merging what is recomputed with the forward.
-    step = jax.checkpoint(step, policy=mok_jax.remat_policy, prevent_cse=False)
+    step = jax.checkpoint(one_layer, policy=mok_jax.remat_policy, prevent_cse=False)
     x = embedding.at[crop[:, :-1]].get(out_sharding=BY_TOKEN)
     x, aux_losses = jax.lax.scan(step, x, layers)
     logits = x @ embedding.T
