@@ -48,7 +48,7 @@ BLOCKS = [
 BLOCK_NAMES = [f"{path.relative_to(ROOT)}:{number}" for path, number, _ in BLOCKS]
 
 # What a document asks its reader to install besides, in these words.
-INSTALLED_BESIDES = {"flatbuffers": "pip install '.[export]'"}
+INSTALLED_BESIDES = {"flatbuffers": "pip install '.[export]'", "safetensors": "pip install '.[interop]'"}
 
 # Runs each block in a process of its own. They are forked, since importing jax takes longer than most blocks, and an
 # import of mok_jax starts no backend.
@@ -203,7 +203,8 @@ SHOWN = [(path, command) for path in DOCUMENTS for command in documents.commands
 
 
 @pytest.mark.parametrize(("path", "command"), SHOWN, ids=[f"{path.name}:{command}" for path, command in SHOWN])
-def test_command(path, command):
+def test_command(path, command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # where commands leave their results
     words = shlex.split(command)
     for known, _, check in COMMANDS:
         beginning = known.split()
