@@ -250,7 +250,7 @@ def make_keeper(
         ),
         functools.partial(held_out_losses, training),
         args.evaluate_every,
-        saved,
+        saved if args.checkpoint_every else None,
         args.checkpoint_every,
         board,
         Profile(args.out / PROFILE_FOLDER, training.first + _BEFORE_PROFILE, args.profile) if args.profile else None,
@@ -352,14 +352,20 @@ def _train_and_show(args: argparse.Namespace, watch: interrupt.Watch) -> int:
     _say(console, f"compiled; {time.perf_counter() - started:.1f} s since the start")
     if earlier:
         _say(console, f"moved the results of an earlier run to {earlier}")
-    folder = args.out / checkpoints.FOLDER
-    saved = checkpoints.Checkpoints(folder, args.keep_checkpoints) if args.checkpoint_every else None
+    saved = open_checkpoints(args)
     if args.resume:
         training = resume(training, saved)
         _say(console, f"resumed after step {training.first}" if training.first else "nothing to resume: begins anew")
     if is_first():
         keep_until(args.out / METRICS_FILE, training.first)
     return run(args, setup, training, saved, console, watch, started)
+
+
+def open_checkpoints(args: argparse.Namespace) -> checkpoints.Checkpoints | None:
+    """Those that the run writes, or goes on from."""
+    folder = args.out / checkpoints.FOLDER
+    is_needed = args.checkpoint_every or (args.resume and folder.is_dir())
+    return checkpoints.Checkpoints(folder, args.keep_checkpoints) if is_needed else None
 
 
 def resume(training: Training, saved: checkpoints.Checkpoints | None) -> Training:

@@ -33,7 +33,11 @@ def test_biases_of_all_layers_are_moved(preset, scan):
         np.testing.assert_array_equal(np.sign(biases).reshape(load.shape), np.where(load > 0, -1, 1))
 
 
-@pytest.mark.parametrize("preset", presets.PRESETS)
+# Of layers that differ only in sizes, a tiny one is the same.
+DIFFERENT = {repr((presets.sizes(name, "tiny"), presets.rules(name, 32))): name for name in presets.PRESETS}.values()
+
+
+@pytest.mark.parametrize("preset", DIFFERENT)
 def test_every_layer_trains(preset):
     mesh = make_mesh(expert_parallelism=1, devices=jax.devices("cpu")[:1])
     config = ModelConfig(preset=preset, num_layers=1, **presets.sizes(preset, "tiny"))

@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import optax
-import pytest
 from jax.sharding import NamedSharding
 
 from models import sharded_decoder as decoder
@@ -33,10 +32,9 @@ def run(devices, expert_parallelism):
     return losses, parameters, step.as_text()
 
 
-@pytest.mark.parametrize("expert_parallelism", (4, 8))
-def test_losses_are_those_of_one_device(expert_parallelism):
+def test_losses_are_those_of_one_device():
     assert set(decoder.make_mesh(4, jax.devices("cpu")[:8]).axis_types) == {jax.sharding.AxisType.Explicit}
-    losses, (layers, embedding), _ = run(8, expert_parallelism)
+    losses, (layers, embedding), _ = run(8, 4)
     expected, (expected_layers, expected_embedding), _ = run(1, 1)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert losses[-1] < losses[0]

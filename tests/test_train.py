@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,15 +19,9 @@ from models.config import ModelConfig
 from models.interrupt import GRACE_S
 from models.metrics import Intervals, read_metrics
 from mok_jax import native
-from support.processes import cpu_environment, free_port
+from support.processes import free_port
+from support.training import TIME_LIMIT_S, TINY, finish, start, wait_for, write_text
 
-ROOT = Path(__file__).parents[1]
-TEXT = b"".join(b"def f%d(x):\n    return x + %d\n\n\n" % (n, n * n) for n in range(500))
-TINY = (
-    *("--hidden-size", "16", "--intermediate-size", "8", "--num-heads", "2", "--num-layers", "1"),
-    *("--batch-size", "8", "--sequence-length", "16", "--log-every", "2", "--implementation", "reference"),
-)
-TIME_LIMIT_S = 140
 INTERRUPT_LIMIT_S = 5
 
 # The command with all that takes long replaced, and minutes of C, where Python handles no signal, in one place.
@@ -59,40 +51,7 @@ interrupt.leave(train.main(arguments))
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "functions.py"
-    path.write_bytes(TEXT)
-    return path
-
-
-def start(text_file, out, *arguments, program=("-m", "models.train"), **environment):
-    paths = "--data", str(text_file), "--out", str(out)
-    return subprocess.Popen(
-        [sys.executable, "-u", *program, *paths, *TINY, *arguments],
-        cwd=ROOT,
-        env=cpu_environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process):
-    """Output and exit code; the process does not outlive the test."""
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT_S)
-    finally:
-        process.kill()
-    return output, process.returncode
-
-
-def wait_for(process, text):
-    """Returns when the process has printed a line that holds ``text``."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return
-    pytest.fail("".join(lines))
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def interrupt(process, times=1):
