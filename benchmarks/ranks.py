@@ -22,8 +22,8 @@ from rich.console import Console
 from benchmarks import check, flops, machine, measure, report
 from benchmarks.ceiling import make_ceiling
 from benchmarks.implementations import mok
-from benchmarks.layer import Timed, rates
-from benchmarks.problem import Problem, make_problem, make_tokens
+from benchmarks.layer import CPU_DRIFT_LIMITS, DRIFT_LIMITS, Timed, rates
+from benchmarks.problem import Problem, Tokens, make_problem, make_tokens
 from benchmarks.shapes import SHAPES
 from mok_jax import command
 from mok_jax.config import MoKConfig
@@ -54,11 +54,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure_pass(problem: Problem, pass_name: str, reserve_sms: int) -> Measured:
+def measure_pass(problem: Problem, tokens: list[Tokens], pass_name: str, reserve_sms: int) -> Measured:
     """Several bursts of one pass."""
-    program = mok.build("megakernel", problem, pass_name, MoKConfig(reserve_sms=reserve_sms))(
-        make_tokens(problem, ROUTING)
-    )
+    program = mok.build("megakernel", problem, pass_name, MoKConfig(reserve_sms=reserve_sms))(tokens)
     timing = measure.join([measure.burst(program, overlapped=problem.platform != "cpu") for _ in range(BURSTS)])
     assert program.results is not None
     results = jax.tree.map(lambda array: np.asarray(array.addressable_data(0)), dict(program.results(0)))
@@ -73,19 +71,36 @@ def check_alike(ranks: int, of_rank: Mapping[str, np.ndarray], alone: Mapping[st
 
 
 def make_records(
-    shape: str, problem: Problem, alone: Mapping[str, Measured], several: Mapping[str, Measured], ranks: int
+    shape: str,
+    problem: Problem,
+    tokens: list[Tokens],
+    alone: Mapping[str, Measured],
+    several: Mapping[str, Measured],
+    ranks: int,
 ) -> list[dict[str, Any]]:
     """A record of each pass on one rank and on all, once results are right and alike.
+
+    What both are compared with, the ceiling, is measured after them: a record is usable if its bursts agree.
 
     Raises:
       WrongResultError: they are not.
     """
     here, whole, dtype = problem.mesh.devices.flat[0], problem.shape, problem.dtype
-    expected = check.expect(problem, make_tokens(problem, ROUTING)[0])
+    expected = check.expect(problem, tokens[0])
     ceiling, ceiling_flops = make_ceiling(here, dtype)
-    of_ceiling = measure.join([measure.burst(ceiling, overlapped=True) for _ in range(BURSTS)])
+    bursts = [measure.burst(ceiling, overlapped=True) for _ in range(BURSTS)]
+    of_ceiling, drift = measure.join(bursts), measure.drift(bursts)
+    limits = CPU_DRIFT_LIMITS if problem.platform == "cpu" else DRIFT_LIMITS
     record = functools.partial(
-        report.make_record, shape=shape, data=1, routing=ROUTING, implementation="megakernel", protocol="burst"
+        report.make_record,
+        shape=shape,
+        data=1,
+        routing=ROUTING,
+        implementation="megakernel",
+        protocol="burst",
+        checked=True,
+        drift=drift,
+        usable=drift <= limits["burst"],
     )
     records = []
     for name in PASSES:
@@ -93,8 +108,8 @@ def make_records(
         errors = check.check(name, alone[name].results, expected, dtype)
         work = flops.flops(name, problem.rows, whole.hidden, whole.intermediate)
         for ep, measured in ((1, alone[name]), (ranks, several[name])):
-            values = rates(Timed(measured.timing, of_ceiling, 0.0, None), work, ceiling_flops)
-            records.append(record(**{"pass": name}, ep=ep, checked=True, errors=errors, usable=True, **values))
+            values = rates(Timed(measured.timing, of_ceiling, drift, None), work, ceiling_flops)
+            records.append(record(**{"pass": name}, ep=ep, errors=errors, **values))
     return records
 
 
@@ -105,18 +120,20 @@ def main(arguments: list[str] | None = None) -> int:
     devices, dtype = jax.devices(), jnp.dtype(jnp.bfloat16 if jax.default_backend() != "cpu" else jnp.float32)
     whole = dataclasses.replace(SHAPES[args.shape], whole=True)
     spread = make_problem(whole, len(devices), 1, dtype, devices)
-    several = {name: measure_pass(spread, name, args.reserve_sms) for name in PASSES}
+    tokens = make_tokens(spread, ROUTING)
+    several = {name: measure_pass(spread, tokens, name, args.reserve_sms) for name in PASSES}
     if jax.process_index() > 0:
         return 0
-    del spread  # its weights
+    del spread, tokens  # their memory
     here = jax.local_devices()[:1]
     of_gpu = getattr(here[0], "core_count", 0) or 0
     left_over = max(0, of_gpu - len(devices) * (of_gpu - args.reserve_sms))
     problem = make_problem(whole, 1, 1, dtype, here)
-    alone = {name: measure_pass(problem, name, left_over) for name in PASSES}
+    tokens = make_tokens(problem, ROUTING)
+    alone = {name: measure_pass(problem, tokens, name, left_over) for name in PASSES}
     meta = machine.describe(args.commit)
     meta |= {"sharing": f"{len(devices)} ranks on one device", "reserve_sms": [left_over, args.reserve_sms]}
-    results = {"meta": meta, "records": make_records(args.shape, problem, alone, several, len(devices))}
+    results = {"meta": meta, "records": make_records(args.shape, problem, tokens, alone, several, len(devices))}
     args.out.mkdir(parents=True, exist_ok=True)
     report.write_json(results, args.out / RESULTS_FILE)
     report.print_table(results, Console(width=160))
