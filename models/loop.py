@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from models import interrupt
 from models.checkpoints import Checkpoints
 from models.evaluation import Evaluation
-from models.metrics import Board, Intervals, write_line
+from models.metrics import Board, Intervals, record
 
 
 class Training(NamedTuple):
@@ -67,10 +67,7 @@ class Keeper(NamedTuple):
         # A checkpoint is only of steps whose metrics are written: those before it are not computed again.
         lines = [self.intervals.add(metrics), self.intervals.read() if saves else None]
         if self.evaluate_every and step % self.evaluate_every == 0:
-            evaluated = {"step": step} | self.evaluate(state)
-            write_line(self.log, evaluated)
-            if self.board:
-                self.board.add(evaluated)
+            record(self.log, self.board, {"step": step} | self.evaluate(state))
         if self.checkpoints and saves:
             self.checkpoints.save(step, state)
         if self.profile:

@@ -91,6 +91,13 @@ class Board:
         self._writer.close()
 
 
+def record(log: BinaryIO, board: Board | None, line: dict[str, Any]) -> None:
+    """Writes a line with a ``step``, for TensorBoard too where there is a board."""
+    write_line(log, line)
+    if board:
+        board.add(line)
+
+
 class Intervals:
     """Gathers the steps' metrics and writes one JSON line an interval.
 
@@ -158,8 +165,6 @@ class Intervals:
             "load_imbalance": float((load.max(axis=-1) / even).max()),
             "expert_load": load.tolist(),
         }
-        write_line(self._log, line)
-        if self._board:
-            self._board.add(line)
+        record(self._log, self._board, line)
         self._steps, self._started = [], time.perf_counter()
         return line

@@ -62,26 +62,25 @@ def compile_train_step(graph: nnx.GraphDef, state: nnx.State, crops: jax.Array, 
         (_, metrics), gradients = nnx.value_and_grad(loss_function, has_aux=True)(model)
         return gradients, metrics
 
+    def mean_over_parts(model, crops):
+        static, parameters = nnx.split(model)
+
+        def of_part(crop):
+            # Variables of their own: those of the model belong to the trace around this one.
+            return gradients_of(nnx.merge(static, jax.tree.map(jnp.asarray, parameters)), crop)
+
+        def add(sums, crop):
+            return jax.tree.map(jnp.add, sums, of_part(crop)), None
+
+        shapes = jax.eval_shape(of_part, crops[0])
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        (gradients, metrics), _ = jax.lax.scan(add, zeros, crops)
+        means = {name: metrics[name] / len(crops) for name in ("loss", "router_loss")}
+        return jax.tree.map(lambda g: g / len(crops), gradients), metrics | means
+
     def train_step(state, crops):
         model, optimizer = nnx.merge(graph, state)
-        parts = len(crops)
-        if parts == 1:
-            gradients, metrics = gradients_of(model, crops[0])
-        else:
-            static, parameters = nnx.split(model)
-
-            def of_part(crop):
-                # Variables of their own: those of the model belong to the trace around this one.
-                return gradients_of(nnx.merge(static, jax.tree.map(jnp.asarray, parameters)), crop)
-
-            def add(sums, crop):
-                return jax.tree.map(jnp.add, sums, of_part(crop)), None
-
-            shapes = jax.eval_shape(of_part, crops[0])
-            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-            (gradients, metrics), _ = jax.lax.scan(add, zeros, crops)
-            gradients = jax.tree.map(lambda g: g / parts, gradients)
-            metrics |= {name: metrics[name] / parts for name in ("loss", "router_loss")}
+        gradients, metrics = gradients_of(model, crops[0]) if len(crops) == 1 else mean_over_parts(model, crops)
         optimizer.update(model, gradients)
         model.balance(metrics["expert_load"])
         return nnx.state((model, optimizer)), metrics

@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
           kernel: how that is run, likewise.
           rngs: the key for the parameters.
         """
-        self.mesh = mesh
+        self.mesh, self.num_layers = mesh, config.num_layers
         self.tie_embeddings, self.remat, self.scan = config.tie_embeddings, config.remat, config.scan
         self.embedding = nnx.Embed(BYTE_VOCABULARY, config.hidden_size, dtype=dtype, rngs=rngs)
         blocks = [
@@ -177,14 +177,13 @@ class Transformer(nnx.Module):
         tokens = batch * length
         direction: Direction = "forward+backward"
         hidden = self.embedding.features
-        block = self.blocks.moe if self.scan else self.blocks[0].moe
+        block = self.blocks if self.scan else self.blocks[0]
         of_block = (
-            block.settings.flops(tokens, direction)
+            block.moe.settings.flops(tokens, direction)
             + product_flops(tokens, hidden, 4 * hidden, direction)
             + product_flops(tokens, hidden, length, direction)  # twice, over half of the positions
         )
-        layers = len(jax.tree.leaves(self.blocks.moe.wo)[0]) if self.scan else len(self.blocks)
-        return layers * of_block + product_flops(tokens, hidden, BYTE_VOCABULARY, direction)
+        return self.num_layers * of_block + product_flops(tokens, hidden, BYTE_VOCABULARY, direction)
 
     def balance(self, expert_load: jax.Array) -> None:
         """Moves the biases that steer routers' choices, where there are any, by a step's load int32 ``[layers, E]``."""

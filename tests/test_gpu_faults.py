@@ -15,7 +15,8 @@ from support.faulty_rank import FAULTS
 
 RANKS = 4
 LIMIT_S = 90
-NCCL = os.environ.get("NCCL") or None
+
+LACKING = start_ranks.why_not(RANKS, start_ranks.NCCL)
 
 pytestmark = pytest.mark.gpu
 
@@ -58,13 +59,13 @@ def show(ended):
     return f"{ended.status}{' late' if ended.late else ''} {read(ended.output)}\n{ended.output[-1200:]}"
 
 
-@pytest.mark.skipif(bool(start_ranks.why_not(RANKS, NCCL)), reason=str(start_ranks.why_not(RANKS, NCCL)))
+@pytest.mark.skipif(bool(LACKING), reason=str(LACKING))
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in FAULTS])
 def test_every_rank_is_told(fault):
     ended = start_ranks.start(
         RANKS,
         [sys.executable, "-m", "support.faulty_rank", fault],
-        nccl=NCCL,
+        nccl=start_ranks.NCCL,
         limit_s=LIMIT_S,
         grace_s=LIMIT_S,
         beside=fault != "killed",

@@ -1,6 +1,5 @@
 """Training by several processes, a rank each: the same bits twice, and the losses of one process."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from support import start_ranks
 
 RANKS = 4
 LIMIT_S = 120
-NCCL = os.environ.get("NCCL") or None
 ROOT = Path(__file__).parents[1]
+
+LACKING = start_ranks.why_not(RANKS, start_ranks.NCCL)
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def train(folder, *, ranks):
     ended = start_ranks.start(
         ranks,
         command + (["--reserve-sms", "{reserved}", *several] if ranks > 1 else []),
-        nccl=NCCL,
+        nccl=start_ranks.NCCL,
         limit_s=LIMIT_S,
         variables=lambda rank: {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
@@ -45,7 +45,7 @@ def train(folder, *, ranks):
     return np.array([interval["loss"] for interval in intervals]), results["parameters_sha256"]
 
 
-@pytest.mark.skipif(bool(start_ranks.why_not(RANKS, NCCL)), reason=str(start_ranks.why_not(RANKS, NCCL)))
+@pytest.mark.skipif(bool(LACKING), reason=str(LACKING))
 def test_several_processes_train_as_one(tmp_path):
     losses, digest = train(tmp_path / "first", ranks=RANKS)
     again, same_digest = train(tmp_path / "second", ranks=RANKS)

@@ -61,11 +61,9 @@ def load_layer(
     layouts = _layouts(_model_type(folder, model_type))
     with Checkpoint(folder) as checkpoint:
         prefix, layout = _find(checkpoint, layer_number, settings, layouts)
-        parameters = settings.parameters()
-        if settings.expert_bias:
-            parameters["expert_bias"] = settings.expert_bias_parameter()
         return {
-            name: _load(checkpoint, prefix, layout, settings, name, parameter) for name, parameter in parameters.items()
+            name: _load(checkpoint, prefix, layout, settings, name, parameter)
+            for name, parameter in weights.arrays_of(settings).items()
         }
 
 

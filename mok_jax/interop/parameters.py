@@ -10,6 +10,7 @@ from flax import nnx
 import mok_jax.linen
 import mok_jax.nnx
 from mok_jax.interop.layouts import PARAMETER_AXES
+from mok_jax.interop.weights import arrays_of
 from mok_jax.layer import GATE_BIAS, GATES, Settings
 
 
@@ -60,9 +61,7 @@ def _tree(parameters: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 def check_parameters(settings: Settings, parameters: Mapping[str, jax.Array], any_padding: bool = False) -> None:
     """Raises ValueError unless all of the layer's parameters are there, and no others, in their shapes."""
-    shapes = {name: parameter.shape for name, parameter in settings.parameters().items()}
-    if settings.expert_bias:
-        shapes["expert_bias"] = settings.expert_bias_parameter().shape
+    shapes = {name: parameter.shape for name, parameter in arrays_of(settings).items()}
     for name in [*shapes, *parameters]:
         if name not in parameters:
             raise ValueError(f"parameters has no {name}, which the layer has.")

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from mok_jax.interop import mxfp4
 from mok_jax.interop.files import BYTES, DTYPES, Checkpoint, Written
 from mok_jax.interop.layouts import PARAMETER_AXES, Layout, Tensor
-from mok_jax.layer import Settings
+from mok_jax.layer import Parameter, Settings
 
 type Index = tuple[slice, ...]
 
@@ -27,11 +27,15 @@ class Stored(NamedTuple):
     dtypes: tuple[str, ...]
 
 
+def arrays_of(settings: Settings) -> dict[str, Parameter]:
+    """All that a checkpoint has of a layer: its parameters and, where it has one, ``expert_bias``."""
+    selection = {"expert_bias": settings.expert_bias_parameter()} if settings.expert_bias else {}
+    return settings.parameters() | selection
+
+
 def sizes_of(settings: Settings) -> dict[str, dict[str, int]]:
     """Of each parameter, ``expert_bias`` included, the size of each of its :data:`PARAMETER_AXES`, without padding."""
-    shapes = {name: parameter.shape for name, parameter in settings.parameters().items()}
-    if settings.expert_bias:
-        shapes["expert_bias"] = settings.expert_bias_parameter().shape
+    shapes = {name: parameter.shape for name, parameter in arrays_of(settings).items()}
     sizes = {name: dict(zip(PARAMETER_AXES[name], shape, strict=True)) for name, shape in shapes.items()}
     for axes in sizes.values():
         if "e" in axes:

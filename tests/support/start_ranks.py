@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from support.processes import free_port
 
+# A library with which ranks can share a GPU, of tests that start ranks themselves.
+NCCL = os.environ.get("NCCL") or None
 GRACE_S = 20
 PORTS = 4  # that ranks may meet at, one after the other
 # CTAs of a collective of NCCL's, of each rank that shares a GPU: those that wait for peers must leave room for theirs.

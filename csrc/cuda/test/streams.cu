@@ -206,6 +206,14 @@ void expect_no_more_calls(Group& group, Step& step) {
   });
 }
 
+// A forward has failed on all ranks but perhaps the last: their results are NaN, and there are no more calls.
+void expect_lost(Group& group, Step& step) {
+  const int64_t ranks = step.shape.ranks;
+  const Results results = step.results();
+  for (int64_t r = 0; r < ranks - 1; ++r) expect_nan("y", results.y, r, ranks);
+  expect_no_more_calls(group, step);
+}
+
 // The last rank does not come, or comes only as far as into its schedule kernel, as one whose process ends.
 void run_without_last(int64_t ranks, bool enters) {
   Step step(small(ranks));
@@ -222,9 +230,7 @@ void run_without_last(int64_t ranks, bool enters) {
     return code == first && (enters || group.failure(r).counter == ranks - 1);
   });
   if (!enters) expect_one(group, ranks, first, ranks - 1);
-  const Results results = step.results();
-  for (int64_t r = 0; r < ranks - 1; ++r) expect_nan("y", results.y, r, ranks);
-  expect_no_more_calls(group, step);
+  expect_lost(group, step);
 }
 
 TEST(a_rank_that_does_not_come) {
@@ -289,9 +295,7 @@ void run_other(int64_t ranks, const Other& other, bool last_first) {
   int64_t disagree = 0;
   for (int64_t r = 0; r < ranks; ++r) disagree += group.code(r) == FailureCode::disagreement;
   if (disagree == 0) throw Failed("no rank has told a disagreement; " + group.failures());
-  const Results results = step.results();
-  for (int64_t r = 0; r < ranks - 1; ++r) expect_nan("y", results.y, r, ranks);
-  expect_no_more_calls(group, step);
+  expect_lost(group, step);
 }
 
 TEST(ranks_in_different_calls) {
@@ -324,9 +328,7 @@ void run_host_error(int64_t ranks, bool enters, bool late) {
     if (r == ranks - 1) return code == FailureCode::aborted;
     return code == FailureCode::cancelled && group.failure(r).counter == ranks - 1;
   });
-  const Results results = step.results();
-  for (int64_t r = 0; r < ranks - 1; ++r) expect_nan("y", results.y, r, ranks);
-  expect_no_more_calls(group, step);
+  expect_lost(group, step);
 }
 
 TEST(a_host_error) {
